@@ -30,7 +30,7 @@ def pack(*tensors: Tensor) -> Tensor:
     >>> unpack(pack(torch.ones(1), torch.tensor([2, 3])), (torch.float32, 1), (torch.int64, 2))
     [tensor([1.]), tensor([2, 3])]
     """
-    return storage.pack(tensors)
+    return storage.pack_bytes(tensors)
 
 
 def unpack(data: Tensor, *held: tuple[torch.dtype, int]) -> list[Tensor]:
@@ -39,7 +39,7 @@ def unpack(data: Tensor, *held: tuple[torch.dtype, int]) -> list[Tensor]:
     >>> unpack(pack(torch.tensor([True])), (torch.bool, 1))
     [tensor([True])]
     """
-    return storage.unpack(data, held)
+    return storage.unpack_bytes(data, held)
 
 
 @dataclass(frozen=True)

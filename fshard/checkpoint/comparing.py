@@ -37,16 +37,16 @@ def compare(place: Folder, step: int, other_place: Folder, other_step: int) -> I
         if isinstance(a, IndexEntry) and isinstance(b, IndexEntry):
             text, gap = _of_leaf(here, a, there, b, name)
         else:  # compared by repr, nan equals nan, and 1 differs from 1.0
-            text, gap = "" if repr(a) == repr(b) else f"{_shown(a)} in A, {_shown(b)} in B", {}
+            text, gap = "" if repr(a) == repr(b) else f"{_shown_entry(a)} in A, {_shown_entry(b)} in B", {}
         if text:
             num_different += 1
-            a, b = (_shown(x) if isinstance(x, IndexEntry) else number(x) for x in (a, b))
+            a, b = (_shown_entry(x) if isinstance(x, IndexEntry) else number(x) for x in (a, b))
             yield TextLine(f"{printable(name)}: {text}", True, {"name": name, "a": a, "b": b} | gap)
     text = f"{num_different:,} of {len(names):,} leaves and values differ"
     yield TextLine(text, False, {"unequal": num_different, "compared": len(names)})
 
 
-def _shown(x: object) -> str:
+def _shown_entry(x: object) -> str:
     if isinstance(x, IndexEntry):
         return f"{NAMES[x.dtype]}{[*x.shape]}"
     return "nothing" if x is None else printable(repr(x))
@@ -57,17 +57,17 @@ def _of_leaf(
 ) -> tuple[str, dict[str, object]]:
     """Return the difference as text, and as data for `--json`; both are empty if the leaves are equal."""
     if a.shape != b.shape:
-        return f"{_shown(a)} in A, {_shown(b)} in B", {}
+        return f"{_shown_entry(a)} in A, {_shown_entry(b)} in B", {}
     if a.dtype == b.dtype and (a.numel == 0 or _same_checksums(a, b)):
         return "", {}
     total = _Gap()
     for begin in range(0, a.numel, _WINDOW):
         end = min(begin + _WINDOW, a.numel)
-        gap = _gap(*(_read(*where, begin, end, name) for where in ((place, a), (other_place, b))))
+        gap = _gap(*(_read_row_major(*where, begin, end, name) for where in ((place, a), (other_place, b))))
         total = _Gap(total.num + gap.num, *max(total[1:], (gap.largest, begin + gap.place)))
     if a.dtype == b.dtype and not total.num:
         return "", {}
-    forms = _shown(a) if a.dtype == b.dtype else f"{_shown(a)} in A, {_shown(b)} in B"
+    forms = _shown_entry(a) if a.dtype == b.dtype else f"{_shown_entry(a)} in A, {_shown_entry(b)} in B"
     if not total.num:
         return f"{forms}: the same values", {"elements": a.numel, "unequal": 0}
     what = "other bits" if a.dtype == b.dtype else "other values"
@@ -108,16 +108,16 @@ def _double(x: Tensor) -> Tensor:
     return (x.float() if x.itemsize == 1 else x).double()  # torch cannot cast float8 to float64
 
 
-def _read(place: Folder, entry: IndexEntry, begin: int, end: int, name: str) -> Tensor:
+def _read_row_major(place: Folder, entry: IndexEntry, begin: int, end: int, name: str) -> Tensor:
     """Read elements [begin, end), counted row-major. In another stored order, read elements between as well."""
     if not entry.order:
-        return elements(place, entry, begin, end, name)
+        return stored_elements(place, entry, begin, end, name)
     numbers = numbers_in(entry.order, entry.shape, (), begin, end - begin)
     low, high = int(numbers.min()), int(numbers.max()) + 1
-    return elements(place, entry, low, high, name)[numbers - low]
+    return stored_elements(place, entry, low, high, name)[numbers - low]
 
 
-def elements(place: Folder, entry: IndexEntry, begin: int, end: int, name: str) -> Tensor:
+def stored_elements(place: Folder, entry: IndexEntry, begin: int, end: int, name: str) -> Tensor:
     """Read elements [begin, end), counted in the stored order, into host memory."""
     size = entry.dtype.itemsize
     data = bytearray((end - begin) * size)

@@ -24,7 +24,7 @@ from ..state.dtensors import is_sharded, sharding
 
 # a piece of a leaf: the leaf's name, first element, end, and tensors with the piece's bytes
 Named = tuple[str, int, int, list[Tensor]]
-_SMALL = 1 << 18  # elements; if several ranks have copies of a larger span, each writes a share of the span
+_SMALL_PART = 1 << 18  # elements; if several ranks have copies of a larger span, each writes a share of the span
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class SavedSpan:
     def share(self, number: int) -> tuple[int, int]:
         """Return the range [begin, end) of `elements` for this rank to write. `number`: the leaf's number."""
         numel = self.elements.numel()
-        if numel <= _SMALL:  # one holder writes all; the leaf's number says who
+        if numel <= _SMALL_PART:  # one holder writes all; the leaf's number says who
             return (0, numel) if number % self.holders == self.holder else (0, 0)
         return numel * self.holder // self.holders, numel * (self.holder + 1) // self.holders
 
@@ -158,7 +158,7 @@ def differing(contents: Contents) -> set[str]:
     texts = {name: repr(value) for name, value in contents.values.items()}
     for part in contents.parts if contents.ranks > 1 else ():
         if part.holders == contents.ranks:
-            texts[part.name] = texts.get(part.name, "") + _digest(part.elements)
+            texts[part.name] = texts.get(part.name, "") + _digest_of_blocks(part.elements)
     by_rank = consensus.differing_keys(texts, contents.mesh)
     for name, rank in product(sorted(by_rank), range(contents.ranks)):
         if (key := rank_key(name, rank)) in contents.forms or key in contents.values:
@@ -169,7 +169,7 @@ def differing(contents: Contents) -> set[str]:
     return by_rank
 
 
-def _digest(x: Tensor) -> str:
+def _digest_of_blocks(x: Tensor) -> str:
     """Return two checksums of each block: swapped words change at least one."""
     return "".join(f"{checksum(block):08x}{checksum(block, 1009):08x}" for block in as_bytes(x).split(CHUNK))
 

@@ -27,7 +27,7 @@ def snapshot(tensors: Sequence[Tensor], blocks: list[Tensor]) -> list[list[Tenso
         size = sum(aligned(part.nbytes) for _, part in batch)
         if number == len(blocks) or len(blocks[number]) < size:
             blocks[number : number + 1] = [host_row(size, torch.uint8, _device_of(tensors))]
-        for n, copy in _started(batch, blocks[number]):
+        for n, copy in _started_copies(batch, blocks[number]):
             copies[n].append(copy)
     _wait_for(tensors)
     return copies
@@ -43,14 +43,14 @@ def in_host_memory(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str,
         parts = [part for _, part in batch]
         if (device := _device_of(parts)) != HOST:
             memory = memory or [host_row(CHUNK, torch.uint8, device) for _ in range(2)]
-            batch = _started(batch, memory[number % 2])
+            batch = _started_copies(batch, memory[number % 2])
         yield from arrived
         _wait_for(parts)
         arrived = batch
     yield from arrived
 
 
-def _started(batch: Sequence[tuple[T, Tensor]], memory: Tensor) -> list[tuple[T, Tensor]]:
+def _started_copies(batch: Sequence[tuple[T, Tensor]], memory: Tensor) -> list[tuple[T, Tensor]]:
     """Start to copy tensors, end to end, into `memory`, (bytes,), on the host."""
     sizes = [aligned(x.nbytes) for _, x in batch]
     places = memory[: sum(sizes)].split(sizes)

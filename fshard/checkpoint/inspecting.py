@@ -20,7 +20,7 @@ from ..files.foreign import printable
 from ..files.index import CheckpointError, Index, IndexEntry, Piece, read_block
 from ..files.other_formats import header_of
 from ..files.safetensors_file import CHUNK, NAMES, stored
-from ..plan.owners import aligned
+from ..plan.owners import tabulate
 
 _RANK = re.compile(r"-rank-(\d{1,9})(-\d+)?\.safetensors")
 _DAMAGED = "damaged"
@@ -56,7 +56,7 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[T
     titles = [*(name.replace("_", " ") for name in names[:-1]), ""]
     right = [n for n, name in enumerate(names) if name not in ("file", "note")]
     cells = [[f"{x:,}" if isinstance(x, int) else "" if x is None else printable(x, 2000) for x in row] for row in rows]
-    title, *texts = aligned([titles, *cells], right)
+    title, *texts = tabulate([titles, *cells], right)
     yield TextLine(title)
     for text, row in zip(texts, rows, strict=True):
         yield TextLine(text, str(row[-1]).startswith(_DAMAGED), dict(zip(names, row, strict=True)))
@@ -106,13 +106,13 @@ def step_lines(place: Folder, step: int) -> Iterator[TextLine]:
 def contents_lines(index: Index) -> Iterator[TextLine]:
     yield TextLine("")
     rows, leaves = zip((["leaf", "shape", "dtype", "bytes", "checksum", "on"], None), *_tree(index), strict=True)
-    yield from (TextLine(text, False, leaf) for text, leaf in zip(aligned(rows, right={3}), leaves, strict=True))
+    yield from (TextLine(text, False, leaf) for text, leaf in zip(tabulate(rows, right={3}), leaves, strict=True))
     for key, values in (("value", index.values), ("not_readable", index.left_out)):
         if values:
             yield TextLine("")
             cells = [[printable(name), printable(repr(value))] for name, value in values.items()]
             said = [None, *({"name": name, key: number(value)} for name, value in values.items())]
-            lines = aligned([[key.replace("_", " "), ""], *cells])
+            lines = tabulate([[key.replace("_", " "), ""], *cells])
             yield from (TextLine(text, False, data) for text, data in zip(lines, said, strict=True))
 
 
@@ -131,7 +131,7 @@ def _tree(index: Index) -> Iterator[tuple[list[str], dict[str, object] | None]]:
         label, size = "  " * (len(path) - 1) + printable(path[-1]), f"{entry.num_bytes:,}"
         seals = (_digest(entry), _holders(entry)) if index.files else ("", "")  # other formats lack checksums and ranks
         data = {"name": name, "shape": [*entry.shape], "dtype": NAMES[entry.dtype], "bytes": entry.num_bytes}
-        data |= {"checksum": seals[0] or None, "on": _ranks(entry)}
+        data |= {"checksum": seals[0] or None, "on": _writers(entry)}
         yield [label, printable([*entry.shape]), NAMES[entry.dtype], size, *seals], data
         before = path[:-1]
 
@@ -144,7 +144,7 @@ def _digest(entry: IndexEntry) -> str:
     return f"{zlib.crc32(repr(blocks).encode()):08x}" if all(piece.checksums for piece in entry.pieces) else ""
 
 
-def _ranks(entry: IndexEntry) -> list[int] | None:
+def _writers(entry: IndexEntry) -> list[int] | None:
     """Return the ranks that wrote a leaf; None if the name of a file has no rank."""
     matches = [_RANK.search(piece.file) for piece in entry.pieces]
     return sorted({int(match[1]) for match in matches if match}) if all(matches) else None
@@ -152,7 +152,7 @@ def _ranks(entry: IndexEntry) -> list[int] | None:
 
 def _holders(entry: IndexEntry) -> str:
     """Return text such as "ranks 0-2, 5"; if ranks are unknown, the number of files."""
-    ranks = _ranks(entry)
+    ranks = _writers(entry)
     if ranks is None:
         return f"{len({piece.file for piece in entry.pieces}):,} files"
     # among consecutive ranks, rank minus index is constant
@@ -171,7 +171,7 @@ def _file_lines(there: Folder, index: Index) -> Iterator[TextLine]:
         yield TextLine("left over by saves that were killed, or are under way:")
         cells = [[printable(name), "no file" if size is None else f"{size:,}"] for name, size in left_over.items()]
         said = [{"file": name, "bytes": size, "pieces": 0, "note": "left over"} for name, size in left_over.items()]
-        yield from (TextLine(text, False, data) for text, data in zip(aligned(cells, right={1}), said, strict=True))
+        yield from (TextLine(text, False, data) for text, data in zip(tabulate(cells, right={1}), said, strict=True))
 
 
 def _fault(size: int | None, expected: int) -> str:

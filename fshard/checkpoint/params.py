@@ -19,16 +19,16 @@ from ..core.differences import Form, Wanted, differences, unreadable
 from ..core.storage import as_bytes
 from ..core.tree import Tree
 from ..files.foreign import legible, open_file
-from ..files.hugging_face import Leaf, entries_at, finish, new_files, put, remove_partial
+from ..files.hugging_face import LeafInFile, entries_at, finish, new_files, put_in_file, remove_partial
 from ..files.index import IndexEntry, Piece
 from ..files.safetensors_file import FileEntry, check_fits, read_chunks
 from ..layout.layout import within
 from ..layout.row import Row
 from ..plan.plan import Plan, Slot, check_plain
-from ..sharding.sharded import Sharded, empty_params, whole_leaves
+from ..sharding.sharded import Sharded, empty_params, leaves_of_unit
 from ..state.dtensors import is_sharded, sharding
 from ..state.names import Rename, renamed
-from ..state.params import check_sharded, check_whole_tree
+from ..state.params import check_whole_tree, expect_sharded
 from .contents import Contents, add_parts
 from .restoring import PieceRead, reads_of
 
@@ -59,24 +59,24 @@ def load_safetensors(path: str | os.PathLike[str], plan: Plan, rename: Rename | 
     expect("load_safetensors: plan", plan, isinstance(plan, Plan), "what fshard.make_plan gives")
     mesh, sharded = plan.live_mesh(), empty_params(plan, plan.device)
     wanted = sharded.view.wanted()
-    there, given = consensus.together(mesh, lambda: _entries(path, wanted.values(), rename), _REMEDY)
+    there, given = consensus.together(mesh, lambda: _entries_needed(path, wanted.values(), rename), _GIVE_SAME_FILES)
     lines = "\n".join(map(str, there.values()))
-    consensus.check_same(mesh, lines, f"load_safetensors: {path}", _REMEDY)
+    consensus.check_same(mesh, lines, f"load_safetensors: {path}", _GIVE_SAME_FILES)
     entries = {leaf.names[0]: [given[name] for name in leaf.names if name in given] for leaf in wanted.values()}
     reads = sorted(_reads(sharded, entries), key=lambda x: (x.unlike != "", x.piece.file, x.piece.offset, x.begin))
-    consensus.together(mesh, lambda: _read(reads), _REMEDY)
+    consensus.together(mesh, lambda: _read_pieces(reads), _GIVE_SAME_FILES)
     return sharded
 
 
-_REMEDY = "give all ranks the same files"
-_FILE = "the path of a file or directory"
+_GIVE_SAME_FILES = "give all ranks the same files"
+_FILE_OR_DIRECTORY = "the path of a file or directory"
 
 
-def _entries(
+def _entries_needed(
     path: str | os.PathLike[str], wanted: Iterable[Wanted], rename: Rename | None
 ) -> tuple[dict[str, FileEntry], dict[str, FileEntry]]:
     """Return all tensors by their names in the files, and the renamed ones by their names in the plan."""
-    folder = check_path("load_safetensors: path", path, _FILE)
+    folder = check_path("load_safetensors: path", path, _FILE_OR_DIRECTORY)
     there = entries_at(folder)
     given = {name: there[origin] for name, origin in renamed(there, rename).items()}
     forms = {name: Form(x.shape, x.dtype) if x.dtype else f"{x.kind}, no dtype of torch" for name, x in given.items()}
@@ -92,12 +92,12 @@ def _reads(into: Sharded, entries: Mapping[str, Sequence[FileEntry]]) -> Iterato
     for part in contents.parts:
         first = entries[part.name][0]
         for x in entries[part.name]:
-            assert x.dtype is not None  # `_entries` refuses None
+            assert x.dtype is not None  # `_entries_needed` refuses None
             whole = IndexEntry(x.shape, x.dtype, (Piece(str(x.file), x.start, 0, math.prod(x.shape), ()),))
             yield from reads_of(part, whole, f"{x.name!r} and {first.name!r} are tied, but differ" * (x is not first))
 
 
-def _read(reads: Sequence[PieceRead]) -> None:
+def _read_pieces(reads: Sequence[PieceRead]) -> None:
     for name, of_file in groupby(reads, lambda read: read.piece.file):
         with open_file(name) as file:
             for read in of_file:
@@ -129,7 +129,7 @@ def save_safetensors(
     OSError if rank 0 cannot write (a full disk). ValueError for a subtree of the parameters, duplicate names, dtypes
     unknown to the format, and buffers without values. Dual: `load_safetensors`.
     """
-    check_sharded("save_safetensors: params", params)
+    expect_sharded("save_safetensors: params", params)
     mesh = params.mesh
     is_writer = rank_in(mesh) == 0
     folder, groups, beside = consensus.together(mesh, lambda: _checked(dir, params, buffers, max_bytes))
@@ -140,7 +140,7 @@ def save_safetensors(
         if is_writer:
             for name, value in beside:
                 # a lazy view (conj, neg) has other bits in memory than its values
-                put(entries[name], value.resolve_conj().resolve_neg().contiguous())
+                put_in_file(entries[name], value.resolve_conj().resolve_neg().contiguous())
             finish(folder, entries)
 
     try:
@@ -154,10 +154,10 @@ def save_safetensors(
 
 def _checked(
     dir: str | os.PathLike[str], params: Sharded, buffers: Tree, max_bytes: int
-) -> tuple[Path, list[list[Leaf]], list[tuple[str, Tensor]]]:
+) -> tuple[Path, list[list[LeafInFile]], list[tuple[str, Tensor]]]:
     check_whole_tree("save_safetensors", params)
     check_whole("save_safetensors: max_bytes", max_bytes, what="a number of bytes")
-    folder, beside = check_path("save_safetensors: dir", dir, _FILE), _buffers(buffers)
+    folder, beside = check_path("save_safetensors: dir", dir, _FILE_OR_DIRECTORY), _buffers(buffers)
     names, kinds = params.view.names(), zip(params.view.kinds, params.tensors, strict=True)
     dtype_of = {kind: x.dtype for kind, x in kinds}
     leaves = [(names[slot][0], slot.shape, dtype_of[slot.kind]) for row in _rows(params) for slot in row.leaves]
@@ -195,11 +195,11 @@ def _put_units(params: Sharded, entries: Mapping[str, FileEntry]) -> Exception |
 
 def _put_unit(params: Sharded, row: Row[Slot], entry_of: Mapping[Slot, FileEntry]) -> Exception | None:
     with torch.no_grad():
-        values = whole_leaves(params, row.unit, row.kind)
+        values = leaves_of_unit(params, row.unit, row.kind)
     try:
         for slot, value in values.items():
             if slot in entry_of:
-                put(entry_of[slot], value)
+                put_in_file(entry_of[slot], value)
     except Exception as error:
         return error
     return None
@@ -210,9 +210,9 @@ def _rows(params: Sharded) -> list[Row[Slot]]:
     return [params.view.rows[place] for place in params.plan.rows if place in params.view.rows]
 
 
-def _groups(leaves: Sequence[Leaf], max_bytes: int) -> list[list[Leaf]]:
+def _groups(leaves: Sequence[LeafInFile], max_bytes: int) -> list[list[LeafInFile]]:
     """Cut the leaves into files of at most `max_bytes`; a larger leaf is a file of its own."""
-    groups: list[list[Leaf]] = [[]]
+    groups: list[list[LeafInFile]] = [[]]
     filled = 0
     for name, shape, dtype in leaves:
         num_bytes = math.prod(shape) * dtype.itemsize

@@ -22,7 +22,7 @@ from ..core.arguments import check_flags, is_number
 from ..core.differences import Form, equal_values, form_difference, name_differences
 from ..core.storage import from_bytes
 from ..core.tree import Tree
-from ..files.directory import at, finished, folder, index_at, links, no_checkpoint
+from ..files.directory import dir_at, finished, folder, index_at, links, no_checkpoint
 from ..files.folders import Folder, Reader
 from ..files.foreign import legible, require
 from ..files.index import CheckpointError, Index, IndexEntry, Piece, read_block
@@ -36,7 +36,7 @@ from ..state.names import origins as names_by_new
 from .contents import Contents, SavedSpan, check_same_call, contents_of
 
 T = TypeVar("T")
-_REMEDY = "let all ranks see the same files"
+_SEE_SAME = "let all ranks see the same files"
 
 
 def steps(dir: str | os.PathLike[str], mesh: AnyMesh = None) -> list[int]:
@@ -49,7 +49,7 @@ def steps(dir: str | os.PathLike[str], mesh: AnyMesh = None) -> list[int]:
     >>> steps("no/such/directory")
     []
     """
-    return _seen_by_first(mesh, lambda: _finished(at(dir)))
+    return _seen_by_first(mesh, lambda: _finished(dir_at(dir)))
 
 
 def _finished(place: Folder) -> list[int]:
@@ -71,7 +71,7 @@ def latest(dir: str | os.PathLike[str], mesh: AnyMesh = None) -> int | None:
 
 def _seen_by_first(mesh: AnyMesh, look: Callable[[], T]) -> T:
     """Call `look` on rank 0 alone, because object stores charge for it; return the result (JSON) on every rank."""
-    seen = consensus.together(mesh, lambda: "" if rank_in(mesh) else json.dumps(look()), _REMEDY, CheckpointError)
+    seen = consensus.together(mesh, lambda: "" if rank_in(mesh) else json.dumps(look()), _SEE_SAME, CheckpointError)
     result: T = json.loads(consensus.of_first(seen, mesh))
     return result
 
@@ -111,7 +111,7 @@ def restore(
 
     def checked() -> tuple[Folder, Contents]:
         check_flags(fall_back=fall_back, donate=donate)
-        place = at(dir)
+        place = dir_at(dir)
         if step is not None:
             folder(place, step)  # raises if `step` is no step's number, or its folder is a link
         return place, contents_of(like, "restore", mesh)
@@ -164,7 +164,7 @@ def _of_step(place: Folder, step: int) -> Checkpoint:
 def _matched(
     read: Callable[[], Checkpoint], wanted: Contents, rename: Rename | None
 ) -> tuple[Checkpoint, dict[str, list[str]]]:
-    source = consensus.together(wanted.mesh, read, _REMEDY, CheckpointError)
+    source = consensus.together(wanted.mesh, read, _SEE_SAME, CheckpointError)
     what = f"restore: the index of {source.what}"
     consensus.check_same(wanted.mesh, source.text, what, "Let all ranks see the same files")
     origins = consensus.together(wanted.mesh, lambda: _origins(source, wanted, rename))
@@ -215,9 +215,9 @@ def _read_state(source: Checkpoint, origins: Mapping[str, Sequence[str]], into: 
             continue
         reads += reads_of(part, index.leaves[first])
         for other in others:
-            checks += reads_of(part, index.leaves[other], _differ(first, other))
-    consensus.together(contents.mesh, lambda: _read_all(source, reads), _REMEDY, CheckpointError)
-    consensus.together(contents.mesh, lambda: _read_all(source, checks), _REMEDY, CheckpointError)
+            checks += reads_of(part, index.leaves[other], _ambiguous(first, other))
+    consensus.together(contents.mesh, lambda: _read_all(source, reads), _SEE_SAME, CheckpointError)
+    consensus.together(contents.mesh, lambda: _read_all(source, checks), _SEE_SAME, CheckpointError)
 
 
 def _tell_threads(source: Checkpoint, state: Tree) -> None:
@@ -247,7 +247,7 @@ def _origins(source: Checkpoint, wanted: Contents, rename: Rename | None) -> dic
                 differences += _differences(name, origin, index, wanted)
             first, *others = of_name  # compare numbers and strings here, tensors when read
             unlike = [other for other in others if index.values.get(first) != index.values.get(other)]
-            differences += [f"{name!r}: {_differ(first, other)}" for other in unlike]
+            differences += [f"{name!r}: {_ambiguous(first, other)}" for other in unlike]
     lacking = [name for name in (*wanted.forms, *wanted.values) if name not in origins]
     left_out = names_by_new(index.left_out, rename, index.names)
     differences += [f"{name!r}: {index.left_out[left_out[name][0]]}" for name in lacking if name in left_out]
@@ -255,7 +255,7 @@ def _origins(source: Checkpoint, wanted: Contents, rename: Rename | None) -> dic
     return origins
 
 
-def _differ(first: str, other: str) -> str:
+def _ambiguous(first: str, other: str) -> str:
     return f"{first!r} and {other!r} are both called so, and differ"
 
 
@@ -351,12 +351,12 @@ def _read_all(source: Checkpoint, reads: Sequence[PieceRead]) -> None:
                         f"file. It has leaf {first.name!r}"
                     )
                 for read in (first, *others):
-                    _read(file, read, f"{place}/{name}", buffer)
+                    _read_piece(file, read, f"{place}/{name}", buffer)
         except OSError as error:
             raise CheckpointError(f"{place}/{name}: {error}. It has leaf {first.name!r}") from error
 
 
-def _read(file: Reader, read: PieceRead, where: str, buffer: bytearray) -> None:
+def _read_piece(file: Reader, read: PieceRead, where: str, buffer: bytearray) -> None:
     piece, size = read.piece, read.dtype.itemsize
     first, last, end = read.begin * size, (read.begin + read.numel) * size, piece.numel * size  # bytes of the piece
     # blocks with a checksum are read whole

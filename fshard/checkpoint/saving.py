@@ -24,7 +24,7 @@ from ..comm import consensus
 from ..comm.mesh import AnyMesh, Mesh, adapted
 from ..core.arguments import check_flags, check_whole
 from ..core.tree import Tree
-from ..files.directory import at, folder, prune
+from ..files.directory import dir_at, folder, prune
 from ..files.folders import Folder
 from ..files.index import CheckpointError
 from ..layout.pieces import mesh_of
@@ -34,7 +34,7 @@ from .writing import Writer
 
 _SEEN = 60.0  # seconds that rank 0 waits for written records: network file systems are late
 _WRITTEN = 3600.0  # seconds that rank 0 waits in the background for slower ranks
-_REMEDY = "see that all ranks can write there"
+_LET_ALL_WRITE = "see that all ranks can write there"
 
 
 @dataclass
@@ -55,8 +55,8 @@ class _Writing:
             return
         self.ended = True
         try:
-            consensus.together(mesh, partial(self._check, self.written), _REMEDY, CheckpointError)
-            consensus.together(mesh, partial(self._check, self.finished), _REMEDY, CheckpointError)
+            consensus.together(mesh, partial(self._check, self.written), _LET_ALL_WRITE, CheckpointError)
+            consensus.together(mesh, partial(self._check, self.finished), _LET_ALL_WRITE, CheckpointError)
         except BaseException:  # rank 0 waits in vain for the record of a rank that failed or is gone
             self.stop.set()
             if self.finished is not None:
@@ -138,8 +138,8 @@ def save(
     mesh = mesh_of(state) if mesh is None else mesh
 
     def checked() -> tuple[Folder, Contents]:
-        _check_arguments(wait, keep_last, keep_every)
-        folder(place := at(dir), step)  # raises if `step` is no step's number, or its folder is a link
+        _check_save_arguments(wait, keep_last, keep_every)
+        folder(place := dir_at(dir), step)  # raises if `step` is no step's number, or its folder is a link
         return place, contents_to_save(state, mesh)
 
     place, contents = consensus.together(mesh, checked)
@@ -165,9 +165,9 @@ def save(
     is_first, stop = contents.rank == 0, threading.Event()
     try:
         if wait:
-            record = consensus.together(mesh, lambda: writer.write(pieces), _REMEDY, CheckpointError)
-            consensus.together(mesh, lambda: writer.put(record), _REMEDY, CheckpointError)
-            consensus.together(mesh, lambda: finish(_SEEN, stop) if is_first else None, _REMEDY, CheckpointError)
+            record = consensus.together(mesh, lambda: writer.write(pieces), _LET_ALL_WRITE, CheckpointError)
+            consensus.together(mesh, lambda: writer.put(record), _LET_ALL_WRITE, CheckpointError)
+            consensus.together(mesh, lambda: finish(_SEEN, stop) if is_first else None, _LET_ALL_WRITE, CheckpointError)
             return Saving(mesh, None)
         written = _in_a_thread(lambda: writer.put(writer.write(pieces)))
         finished = _in_a_thread(lambda: finish(_WRITTEN, stop)) if is_first else None
@@ -198,7 +198,7 @@ def _in_a_thread(task: Callable[[], None]) -> Future[None]:
     return done
 
 
-def _check_arguments(wait: bool, keep_last: int | None, keep_every: int | None) -> None:
+def _check_save_arguments(wait: bool, keep_last: int | None, keep_every: int | None) -> None:
     check_flags(wait=wait)
     if keep_last is not None:
         check_whole("save: keep_last", keep_last, what="a number of checkpoints")

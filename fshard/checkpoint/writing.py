@@ -155,12 +155,12 @@ class Writer:
         return Index(self.step, len(records), plans, files, leaves, values, by_rank, threads=threads)
 
 
-def _form(leaf: str, forms: dict[str, Form]) -> Form:
+def _form_by_name(leaf: str, forms: dict[str, Form]) -> Form:
     return forms[leaf] if leaf in forms else forms[leaf.rpartition("@")[0]]  # else name@rank (`rank_key`)
 
 
 def _shaped(name: str, piece: Named, forms: dict[str, Form]) -> tuple[str, tuple[int, ...], torch.dtype]:
-    form, numel = _form(piece[0], forms), piece[2] - piece[1]
+    form, numel = _form_by_name(piece[0], forms), piece[2] - piece[1]
     return name, *stored(form.shape if name == piece[0] else (numel,), form.dtype)
 
 
@@ -170,7 +170,7 @@ def _by_name_in_file(
     """Name the pieces in the file: a whole, row-major leaf keeps its name."""
     by_name = dict[str, Named]()
     for leaf, begin, end, parts in pieces:
-        is_whole = end - begin == _form(leaf, forms).numel and not orders.get(leaf)
+        is_whole = end - begin == _form_by_name(leaf, forms).numel and not orders.get(leaf)
         name = leaf if is_whole else f"{leaf}[{begin}:{end}]"
         while name in by_name or (name in forms and name != leaf):  # a leaf's name may look like a piece's
             name += "'"

@@ -45,10 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return report(_lines(facts_here(os.environ, args.endpoint)), args.json)
+    return report(_doctor_lines(facts_here(os.environ, args.endpoint)), args.json)
 
 
-def _lines(facts: Facts) -> Iterator[Line]:
+def _doctor_lines(facts: Facts) -> Iterator[Line]:
     for name, version in versions().items():
         yield Line(f"{name:18} {version}", {"check": name, "ok": True, "found": version, "do": ""})
     if not facts.several:
@@ -92,8 +92,8 @@ def facts_here(env: Mapping[str, str], given: str | None) -> Facts:
         addresses=_addresses(name),
         interfaces=_interfaces(),
         shm=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
-        memlock=_limit(resource.RLIMIT_MEMLOCK),
-        files=_limit(resource.RLIMIT_NOFILE),
+        memlock=_soft_limit(resource.RLIMIT_MEMLOCK),
+        files=_soft_limit(resource.RLIMIT_NOFILE),
         infiniband=any(Path("/sys/class/infiniband").glob("*")),
         gpus=torch.cuda.device_count(),
         endpoint=endpoint,
@@ -128,7 +128,7 @@ def _interfaces() -> dict[str, str]:
     return addresses
 
 
-def _limit(which: int) -> float:
+def _soft_limit(which: int) -> float:
     soft, _ = resource.getrlimit(which)
     return float("inf") if soft == resource.RLIM_INFINITY else soft
 

@@ -17,7 +17,7 @@ from itertools import chain
 from ..checkpoint import inspecting
 from ..checkpoint.comparing import compare
 from ..checkpoint.inspecting import contents_lines, overview, step_lines, verify
-from ..files.directory import at, finished, no_checkpoint, numbers
+from ..files.directory import dir_at, finished, no_checkpoint, numbers
 from ..files.folders import Folder
 from ..files.foreign import require
 from ..files.index import CheckpointError
@@ -36,13 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     require(args.at is None or args.against is not None, f"--at {args.at}: expected --against DIR besides")
-    lines = (Line(line.text, line.data, FAULT if line.is_fault else OK) for line in _lines(args, at(args.dir)))
+    lines = (Line(line.text, line.data, FAULT if line.is_fault else OK) for line in _answer(args, dir_at(args.dir)))
     return report(lines, args.json)
 
 
-def _lines(args: argparse.Namespace, place: Folder) -> Iterator[inspecting.TextLine]:
+def _answer(args: argparse.Namespace, place: Folder) -> Iterator[inspecting.TextLine]:
     if args.against is not None:
-        other = at(args.against)
+        other = dir_at(args.against)
         return compare(place, _steps(place, args.step)[-1], other, _steps(other, args.at)[-1])
     kind = "" if numbers(place) else format_at(str(place), place)
     if kind and (args.verify or args.step is not None):

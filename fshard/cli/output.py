@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..files.foreign import printable
 
 OK, FAULT, ERROR, NONFINITE = range(4)  # exit statuses; ERROR: the command itself failed
-_COLOURS = {OK: "", NONFINITE: "yellow"}
+_STATUS_COLOURS = {OK: "", NONFINITE: "yellow"}
 
 
 class Line(NamedTuple):
@@ -30,7 +30,7 @@ def report(lines: Iterable[Line], as_json: bool) -> int:
     for line in lines:
         statuses.add(line.status)
         if not as_json:
-            say(line.text, _COLOURS.get(line.status, "red"))
+            say(line.text, _STATUS_COLOURS.get(line.status, "red"))
         elif line.data is not None:
             print(json.dumps(line.data))
     return min(statuses - {OK}, default=OK)

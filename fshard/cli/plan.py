@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     apply, params, buffers = _model(args.model)
-    mesh = AbstractMesh(**_sizes(args.mesh)) if args.mesh else None
+    mesh = AbstractMesh(**_mesh_sizes(args.mesh)) if args.mesh else None
     how = {name: getattr(args, name) for name in ("units", "bucket", *_OVERS, "frozen", "whole", "policy")}
     plan = make_plan(params, mesh, regather=not args.no_regather, **how)
     picture = plan.picture()
@@ -80,14 +80,14 @@ def run(args: argparse.Namespace) -> int:
     said = ", ".join(f"{name.replace('_', ' ')} {size(number)}" for name, number in nbytes.items())
     text = f"{picture.text}\nbytes of a rank with {args.optimizer}: {said}"
     shown: dict[str, object] = {"mesh": dict(plan.axes)} | {name: getattr(plan, name) for name in _OVERS}
-    shown |= {"bytes_of_rank": nbytes, "units": [_row(row) for row in picture.rows]}
+    shown |= {"bytes_of_rank": nbytes, "units": [_row_data(row) for row in picture.rows]}
     if args.batch or args.loss or args.capacity is not None:
         needed, more = _estimate(args, apply, buffers, tx, state)
         text, shown = f"{text}\n\n{needed}", shown | more
     return report([Line(text, shown)], args.json)
 
 
-def _model(model: str) -> tuple[Callable[..., Any] | None, Tree, Tree]:
+def _model(model: str) -> tuple[Callable[..., Tree] | None, Tree, Tree]:
     """Return a model's function (None for a tree of tensors), parameters and buffers, on the device meta."""
     if Path(model).exists():
         entries = entries_at(Path(model)).values()
@@ -103,7 +103,7 @@ def _model(model: str) -> tuple[Callable[..., Any] | None, Tree, Tree]:
 
 
 def _estimate(
-    args: argparse.Namespace, apply: Callable[..., Any] | None, buffers: Tree, tx: optim.Transform, state: TrainState
+    args: argparse.Namespace, apply: Callable[..., Tree] | None, buffers: Tree, tx: optim.Transform, state: TrainState
 ) -> tuple[str, dict[str, object]]:
     if not args.batch or not args.loss:
         raise ValueError("--batch and --loss: expected both, of which a step is made, or neither; --capacity needs it")
@@ -136,14 +136,14 @@ def _batch(texts: Sequence[str]) -> Tree:
     return batch.get("", batch)
 
 
-def _sizes(texts: Sequence[str]) -> dict[str, Any]:
+def _mesh_sizes(texts: Sequence[str]) -> dict[str, Any]:
     pairs = [text.partition("=") for text in texts]
     if wrong := [text for text, (_, _, number) in zip(texts, pairs, strict=True) if not number.isdecimal()]:
         raise ValueError(f"--mesh {wrong[0]}: expected the name of an axis and its size, as in shard=8")
     return {axis: int(number) for axis, _, number in pairs}
 
 
-def _row(row: TableLine) -> dict[str, object]:
+def _row_data(row: TableLine) -> dict[str, object]:
     data = {name: getattr(row, name) for name in ("unit", "kind", "leaves", "elements")}
     data |= {"regather": {"True": True, "False": False}.get(row.regather, row.regather)}
     shares = {name: share.nbytes for name, share in row.shares.items()}

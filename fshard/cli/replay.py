@@ -23,10 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     make = function("--step", args.step, "of the mesh", 1)
-    return report(map(_line, replay(args.dir, make, args.at)), args.json)
+    return report(map(_replayed_line, replay(args.dir, make, args.at)), args.json)
 
 
-def _line(step: Replayed) -> Line:
+def _replayed_line(step: Replayed) -> Line:
     findings = {"different": _data(step.different), "nonfinite": _data(step.nonfinite)}
     data = {"step": step.number, "ranks": step.num_ranks, **findings}
     return Line(str(step), data, FAULT if step.different else NONFINITE if step.nonfinite else OK)

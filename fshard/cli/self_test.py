@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fshard
 
 
-def stepped(mesh: Any, rows: torch.Tensor) -> torch.Tensor:
+def stepped(mesh: DeviceMesh | None, rows: torch.Tensor) -> torch.Tensor:
     """Return whole parameters after a step on a rank's rows."""
     params = {"blocks": [{"w": torch.linspace(-1, 1, 64, device="cpu").view(8, 8) * n} for n in (1, 2)]}
     tx = fshard.optim.adamw(0.1)

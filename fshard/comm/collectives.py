@@ -164,10 +164,10 @@ def _mapped(x: T, collective: _Collective, split: int = 0, join: int | None = No
         leaves = [leaf.reshape(1) if isinstance(leaf, Tensor) and leaf.dim() == 0 else leaf for leaf in leaves]
     for path, leaf in zip(tree.paths(spec), leaves, strict=True):
         _check_leaf(f"{kind}: leaf {path!r}", leaf, collective, dims, size)
-    return tree.unflatten(spec, [_along(leaf, collective, dims, size) for leaf in leaves])
+    return tree.unflatten(spec, [_along_dims(leaf, collective, dims, size) for leaf in leaves])
 
 
-def _along(x: Tensor, collective: _Collective, dims: tuple[int, int], size: int) -> Tensor:
+def _along_dims(x: Tensor, collective: _Collective, dims: tuple[int, int], size: int) -> Tensor:
     if collective.mesh is None:
         is_lost = collective.kind == "shift" and collective.by != 0 and not collective.wrap
         lost = x.new_ones((), dtype=torch.bool)

@@ -39,7 +39,7 @@ def check_same(mesh: AnyMesh, describe: str, what: str, remedy: str = _SAME_TREE
     texts = of_all(describe, mesh)  # all ranks send, or none
     sentence = f"rank 0 has {{}}; rank {other_rank} has {{}}"
     raise MismatchError(
-        f"{what} differs between ranks: {first_difference(texts[0], texts[other_rank], sentence)}. {remedy}."
+        f"{what} differs between ranks: {first_unlike_line(texts[0], texts[other_rank], sentence)}. {remedy}."
     )
 
 
@@ -101,7 +101,7 @@ def _described(failure: Exception) -> str:
     return f"0 {type(failure).__name__}: {failure}"
 
 
-def first_unlike(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes, label: str = "replicas") -> int | None:
+def unlike_index(rows: Sequence[Tensor], mesh: AnyMesh, axes: Axes, label: str = "replicas") -> int | None:
     """Return the number of the first tensor with different bits along `axes`, on all ranks."""
     if not rows or not axes:
         return None
@@ -172,7 +172,7 @@ def rows_of_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
     return [text[8 : 8 + int.from_bytes(text[:8], "little")] for text in texts]
 
 
-def first_difference(a: str, b: str, sentence: str) -> str:
+def first_unlike_line(a: str, b: str, sentence: str) -> str:
     """Fill the two `{}` of `sentence` with the first unlike lines."""
     end = "nothing more"
     pairs = zip_longest(a.splitlines(), b.splitlines(), fillvalue=end)

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.storage import Held, as_bytes, pack, packed_size, unpack
-from ..core.tracing import is_tracing, named
+from ..core.storage import Held, as_bytes, pack_bytes, packed_size, unpack_bytes
+from ..core.tracing import is_tracing, profiled
 from .announce import Announced, NodeRanks, announced
 from .mesh import AnyMesh, Axes, adapted, axis_sizes
 from .process_groups import FEW, Works, all_gather_single, as_real, as_sent, reduce_scatter_single
@@ -29,7 +29,7 @@ from .ranks import Call, Pending, Ranks, message_timeout, note
 
 GROUP = 8
 # an all-reduce sends smaller tensors whole: one stage, the same bits
-_SMALL = 1 << 14  # bytes
+_SMALL_MESSAGE = 1 << 14  # bytes
 _only = itemgetter(0)
 _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _INTEGER_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -134,7 +134,7 @@ def all_gather(x: Tensor, ranks: Ranks, label: str = "", out: Tensor | None = No
     """
     x = x.contiguous()
     call = _counted("all_gather", x, ranks, label, (ranks.size - 1) * x.nbytes)
-    with named(call.kind, label):
+    with profiled(call.kind, label):
         if ranks.whole is not None:
             return Pending(ranks.whole.all_gather(x, out, lent, call), _only)
         return _start_gather(x, ranks, out, call, lent)
@@ -174,7 +174,7 @@ def reduce_scatter(
     """
     x = x.contiguous()
     call = _counted("reduce_scatter", x, ranks, label, (ranks.size - 1) * (x.nbytes // ranks.size))
-    with named(call.kind, label):
+    with profiled(call.kind, label):
         if ranks.whole is not None:
             check_divides(x.shape, ranks.size, ranks.axis)
             return Pending(ranks.whole.reduce_scatter(x, out, fast, call), _only)
@@ -211,7 +211,7 @@ def scatter(
     """
     sends, nbytes = [x.contiguous() for x in sends], sum(x.nbytes for p, x in enumerate(sends) if p != ranks.rank)
     call = _counted("reduce_scatter", sends[0], ranks, label, nbytes)
-    with named(call.kind, label):
+    with profiled(call.kind, label):
         return Pending(ranks.exchange(sends, [None] * ranks.size, call), finish).keeping(*sends)
 
 
@@ -263,7 +263,7 @@ def all_reduce(
     call = _counted("all_reduce", x, ranks, label, nbytes, op=op, more=more)
     fast_here = fast and op == "sum" and ranks.built_in is not None
     algorithm = _summed_by_backend if fast_here else _all_to_everyone if direct else _in_two_stages
-    with named(call.kind, label):
+    with profiled(call.kind, label):
         if ranks.whole is not None:
             return Pending(ranks.whole.all_reduce(x, out, fast, call), _only)
         return algorithm(x, ranks, torch.empty_like(x) if out is None else out, call)
@@ -272,7 +272,7 @@ def all_reduce(
 def is_direct(x: Tensor, size: int, op: str) -> bool:
     """True if one stage sends whole tensors."""
     # between two ranks, two stages would send as many bytes
-    if size <= 2 or x.nbytes * max(size, FEW) <= _SMALL * FEW:
+    if size <= 2 or x.nbytes * max(size, FEW) <= _SMALL_MESSAGE * FEW:
         return True
     # whole tensors from many ranks could fill the memory
     return size <= FEW and (op != "sum" or x.numel() % size != 0)
@@ -328,7 +328,7 @@ def all_to_all(x: Tensor, ranks: Ranks, label: str = "", kind: str = "all_to_all
     x = x.contiguous()
     check_divides(x.shape, ranks.size, ranks.axis)
     call = _counted(kind, x, ranks, label, (ranks.size - 1) * (x.nbytes // ranks.size))
-    with named(call.kind, label):
+    with profiled(call.kind, label):
         if ranks.built_in is not None:
             work, place = _dealt(x, ranks, call)
             return Pending(work, lambda _: place)
@@ -355,7 +355,7 @@ def deal(
     x, (sent, received) = x.contiguous(), sizes
     nbytes = (sum(sent) - sent[ranks.rank]) * (x.nbytes // max(1, len(x)))
     call = _counted(kind, x, ranks, label, nbytes, x.shape[1:], more=more)
-    with named(kind, label):
+    with profiled(kind, label):
         out = x.new_empty(sum(received), *x.shape[1:]) if out is None else out
         # the rest is a last part, not sent, on all ranks: equal graphs
         parts, recvs = (
@@ -377,14 +377,14 @@ def swap(sends: Sequence[Sequence[Tensor]], recvs: Sequence[Held], ranks: Ranks,
         if xs:
             size = packed_size([(x.dtype, x.numel()) for x in xs])
             # lent: nobody writes to the message again
-            data[peer] = pack([x.to(ranks.device) for x in xs], ranks.empty(size, nothing, lent=True))
+            data[peer] = pack_bytes([x.to(ranks.device) for x in xs], ranks.empty(size, nothing, lent=True))
     # the text has no sizes: they differ between ranks
     text = f"all_to_all(bytes, axis={ranks.axis!r}) for {label!r}"
     call = _counted("all_to_all", nothing, ranks, label, sum(x.numel() for x in data), text=text)
     places = [ranks.empty(packed_size(row), nothing, lent=False) for row in recvs]
-    with named(call.kind, label):
+    with profiled(call.kind, label):
         Pending(ranks.exchange(data, places, call), lambda _: nothing).wait()
-    return [unpack(place, row) for place, row in zip(places, recvs, strict=True)]
+    return [unpack_bytes(place, row) for place, row in zip(places, recvs, strict=True)]
 
 
 def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending:
@@ -403,12 +403,12 @@ def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending
     call = _counted("broadcast", x, ranks, label, (ranks.size - 1) * x.nbytes if sender else 0, more=f", src={src}")
     out = x.clone() if sender else torch.empty_like(x)
     if ranks.built_in is not None:
-        with named(call.kind, label):
+        with profiled(call.kind, label):
             return Pending(_built_in(partial(dist.broadcast, group_src=src), ranks, call, as_bytes(out)), lambda _: out)
     nothing = x.new_empty(0)
     sends = [x if sender else nothing] * ranks.size
     recvs = [out if p == src and not sender else nothing for p in range(ranks.size)]
-    with named(call.kind, label):
+    with profiled(call.kind, label):
         return Pending(ranks.exchange(sends, recvs, call), lambda _: out)
 
 

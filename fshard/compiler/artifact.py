@@ -41,13 +41,13 @@ def file_at(name: str, path: Path) -> str:
 def find(path: Path, identity: FunctionIdentity, mesh: AnyMesh) -> Program | str:
     """Return this rank's program, or the reason why the file has none."""
     try:
-        programs, parts = _read(path)
+        programs, parts = _read_programs(path)
         rank, reasons = rank_in(mesh), dict[int, str]()  # one difference, by the number of differences
         for entry in programs:
             if len(entry["keys"]) != num_ranks(mesh):
                 reasons[_MOST] = f"the number of ranks was {len(entry['keys'])}, is {num_ranks(mesh)}"
                 continue
-            texts, head = _told(entry, rank, parts, identity)
+            texts, head = _texts_and_head(entry, rank, parts, identity)
             differences = identity.differences(texts)
             if not differences:
                 return Program(head, {digest: parts[digest] for digest in _digests(head)})
@@ -63,7 +63,7 @@ def find(path: Path, identity: FunctionIdentity, mesh: AnyMesh) -> Program | str
         return f"it is damaged, or no artifact: {type(error).__name__}: {error}"
 
 
-def save(path: Path, identity: FunctionIdentity, program: Program, mesh: AnyMesh) -> None:
+def save_program(path: Path, identity: FunctionIdentity, program: Program, mesh: AnyMesh) -> None:
     """Add the programs of all ranks to the file at `path`. All ranks call `save`; rank 0 writes."""
 
     def check() -> None:
@@ -85,17 +85,17 @@ def save(path: Path, identity: FunctionIdentity, program: Program, mesh: AnyMesh
     is_needed = any({*place} - {*places[0]} for place in places[1:])
     received = of_all(json.dumps(sent if rank else {}), mesh) if is_needed else []
     others = {digest: base64.b64decode(data) for text in received for digest, data in json.loads(text).items()}
-    together(mesh, lambda: None if rank else _write(path, entry, parts | others, identity))
+    together(mesh, lambda: None if rank else _write_programs(path, entry, parts | others, identity))
 
 
-def _write(path: Path, entry: Json, parts: Mapping[str, bytes], identity: FunctionIdentity) -> None:
+def _write_programs(path: Path, entry: Json, parts: Mapping[str, bytes], identity: FunctionIdentity) -> None:
     def stays(old: Json) -> bool:
-        texts, _ = _told(old, 0, before, identity)
+        texts, _ = _texts_and_head(old, 0, before, identity)
         is_of_other = texts["code"].keys() != identity.code.keys()  # of other functions
         return texts["where"] == identity.where and (is_of_other or texts["code"] == identity.code)
 
     try:
-        programs, before = _read(path)
+        programs, before = _read_programs(path)
         programs = [old for old in programs if old["keys"] != entry["keys"] and stays(old)]
     except Exception:  # the file is absent or damaged
         programs, before = [], {}
@@ -103,15 +103,15 @@ def _write(path: Path, entry: Json, parts: Mapping[str, bytes], identity: Functi
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr(_INDEX, json.dumps({"format": _FORMAT, "programs": programs}))
-        for digest in _used(programs, parts):
+        for digest in _used_parts(programs, parts):
             archive.writestr(digest, parts[digest])
-    place, name = _place(path)
+    place, name = _folder_and_name(path)
     if isinstance(place, LocalFolder):
         place.sweep(name)
     place.put(name, file.getvalue())
 
 
-def _told(entry: Json, rank: int, parts: Mapping[str, bytes], now: FunctionIdentity) -> tuple[Json, Json]:
+def _texts_and_head(entry: Json, rank: int, parts: Mapping[str, bytes], now: FunctionIdentity) -> tuple[Json, Json]:
     """Return a program's texts and head. If the program has no C++ loops, its texts get the current processor."""
     texts, head = (json.loads(parts[entry[name][rank]]) for name in ("keys", "programs"))
     if not head["libraries"]:
@@ -119,7 +119,7 @@ def _told(entry: Json, rank: int, parts: Mapping[str, bytes], now: FunctionIdent
     return texts, head
 
 
-def _used(index: Sequence[Json], parts: Mapping[str, bytes]) -> list[str]:
+def _used_parts(index: Sequence[Json], parts: Mapping[str, bytes]) -> list[str]:
     named = dict.fromkeys(digest for entry in index for digest in (*entry["keys"], *entry["programs"]))
     heads = dict.fromkeys(digest for entry in index for digest in entry["programs"])
     return [*dict.fromkeys([*named, *(x for head in heads for x in _digests(json.loads(parts[head])))])]
@@ -130,9 +130,9 @@ def _digests(head: Json) -> list[str]:
     return [head["driver"], *regions, *head["libraries"], *(digest for *_, digest in head["constants"].values())]
 
 
-def _read(path: Path) -> tuple[list[Json], dict[str, bytes]]:
+def _read_programs(path: Path) -> tuple[list[Json], dict[str, bytes]]:
     """Return a file's programs, latest first, and its parts. Errors but OSError mean a damaged file."""
-    place, name = _place(path)
+    place, name = _folder_and_name(path)
     with place.open(name) as file:
         if isinstance(file, LocalReader):  # whoever may write to the file can run any code here
             file.check_safe()
@@ -142,10 +142,10 @@ def _read(path: Path) -> tuple[list[Json], dict[str, bytes]]:
     index = json.loads(parts.pop(_INDEX))
     require(index["format"] == _FORMAT, f"its format was {index['format']}, is {_FORMAT}")
     is_whole = all(digest_of(part) == digest for digest, part in parts.items())
-    require(is_whole and {*_used(index["programs"], parts)} <= {*parts}, "a part is not what was written")
+    require(is_whole and {*_used_parts(index["programs"], parts)} <= {*parts}, "a part is not what was written")
     return index["programs"], parts
 
 
-def _place(path: Path) -> tuple[Folder, str]:
+def _folder_and_name(path: Path) -> tuple[Folder, str]:
     folder, _, name = os.fspath(path).rpartition("/")
     return folder_of(folder), name

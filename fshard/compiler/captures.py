@@ -16,7 +16,7 @@ from dataclasses import fields, is_dataclass
 from functools import cached_property, partial
 from operator import attrgetter
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,7 @@ class Capture(NamedTuple):
                 return []
         except RecursionError:  # a list that contains itself
             return []
-        return [x for x in tree.leaves(value) if _is_plain(x)]
+        return [x for x in tree.leaves(value) if _fits_graph(x)]
 
     def read(self) -> object:
         """Return the current value; None if unassigned; for an attribute computed by a method, the uncalled method."""
@@ -78,31 +78,31 @@ class Capture(NamedTuple):
         if self.key == "__code__":
             return self.place.__code__
         if self.key == _PARTS:
-            return tuple((x, vars(x).get("forward"), *_settings(x)) for x in self.place.modules())
+            return tuple((x, vars(x).get("forward"), *_module_settings(x)) for x in self.place.modules())
         if self.key:
             return self.place if self.key == _ITSELF else _by_name(self.place, self.key)
         if isinstance(self.place, type):
-            return tuple(x for x in vars(self.place).values() if isinstance(x, _METHODS))
+            return tuple(x for x in vars(self.place).values() if isinstance(x, _METHOD_KINDS))
         named = self.place.__kwdefaults__ or {}
         return *(self.place.__defaults__ or ()), *named, *named.values()
 
 
 _ITSELF = " "  # key of a method's object, if the method uses the object other than by attribute
 _PARTS = "  "  # key of a torch module's submodules, with their settings
-_METHODS = (FunctionType, property, staticmethod, classmethod, cached_property)
+_METHOD_KINDS = (FunctionType, property, staticmethod, classmethod, cached_property)
 
 
-def _is_module(x: object) -> bool:
+def _is_module(x: object) -> TypeGuard[nn.Module]:
     return hasattr(type(x), "named_modules")
 
 
-def _settings(module: Any) -> Iterator[object]:
+def _module_settings(module: nn.Module) -> Iterator[object]:
     if not is_of_library(type(module)):
         return iter([module.training])
     return (repr(value) for value in vars(module).values() if isinstance(value, bool | int | float | str))
 
 
-def _by_name(x: Any, name: str) -> object:
+def _by_name(x: object, name: str) -> object:
     if isinstance(x, type | ModuleType | partial) or name in getattr(x, "__dict__", ()):
         return getattr(x, name, None)
     getter = _getter(x, name)
@@ -137,7 +137,7 @@ def _is_ours(x: object) -> bool:
     return type(x).__module__.startswith("fshard.")
 
 
-def _is_plain(x: object) -> bool:
+def _fits_graph(x: object) -> bool:
     dense = isinstance(x, Tensor) and not isinstance(x, FakeTensor | Marked) and x.layout is torch.strided
     if not dense or type(x) not in (Tensor, nn.Parameter) or func_levels.is_dual(x):
         return False
@@ -169,7 +169,7 @@ def captures(fn: object) -> Iterator[Capture]:
         unseen = (x._replace(is_part=True) for x in unseen)
 
 
-def _attributes_in(code: Any) -> Iterator[str]:
+def _attributes_in(code: object) -> Iterator[str]:
     """Yield names of attributes read by code or an `attrgetter`, and all strings: `getattr` may take any string."""
     if isinstance(code, CodeType):
         yield from (x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_ATTR", "LOAD_METHOD"))
@@ -181,14 +181,14 @@ def _attributes_in(code: Any) -> Iterator[str]:
 
 
 # compared item by item
-_CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, deque, UserDict, UserList, ChainMap, ContextVar)
+_CONTAINERS: tuple[type, ...] = (dict, list, tuple, set, frozenset, deque, UserDict, UserList, ChainMap, ContextVar)
 _CONTAINERS += (types.SimpleNamespace, types.MappingProxyType)
 
 
 def _objects(value: object, seen: dict[int, object]) -> Iterator[object]:
     unseen = [value]
     while unseen:
-        x: Any = unseen.pop()
+        x = unseen.pop()
         kind = x if isinstance(x, type | ModuleType) else type(x)
         is_owner = not (is_of_library(kind) or _is_module(x) or _is_ours(x))
         if id(x) in seen or not (is_owner or isinstance(x, _CONTAINERS)):
@@ -196,12 +196,12 @@ def _objects(value: object, seen: dict[int, object]) -> Iterator[object]:
         seen[id(x)] = x
         if is_owner:
             yield x
-            unseen += [getattr(x, name, None) for name in _fields(x)]
+            unseen += [getattr(x, name, None) for name in _dataclass_fields(x)]
         if isinstance(x, _CONTAINERS):
             unseen += [x.get(None)] if isinstance(x, ContextVar) else gc.get_referents(x)
 
 
-def _fields(x: Any) -> Collection[str]:
+def _dataclass_fields(x: object) -> Collection[str]:
     return [field.name for field in fields(x)] if is_dataclass(x) and not isinstance(x, type) else ()
 
 
@@ -210,7 +210,7 @@ def _read_of(x: object, names: Collection[str]) -> Iterator[Capture]:
     kinds = x.__mro__ if isinstance(x, type) else (x, *type(x).__mro__)
     stored = {name: None for y in kinds for name in getattr(y, "__dict__", ()) if name in names}
     owner = getattr(x, "__name__", "") if isinstance(x, type | ModuleType) else ""
-    compared = {*_fields(x)}
+    compared = {*_dataclass_fields(x)}
     for name in (name for name in stored if name not in compared):
         variable = Capture(f"{name!r} of {owner or f'a {type(x).__qualname__}'}", x, name)
         if not (owner or _has(x, name)):
@@ -240,7 +240,7 @@ def _captures(fn: object, seen: dict[object, object], is_whole: bool = True) -> 
 _Function = Any  # a user's function, bound method, partial or class, or a torch module
 
 
-def _functions(x: Any, seen: dict[Any, object], is_whole: bool = True) -> Iterator[_Function]:
+def _functions(x: Any, seen: dict[object, object], is_whole: bool = True) -> Iterator[_Function]:
     """Yield the functions, partials and classes in `x` and its items: code with access to `x` may call any of them."""
     while _is_ours(x) and hasattr(x, "run"):  # a train step, or a `Checked` around a step
         x = x.run
@@ -267,7 +267,7 @@ def _functions(x: Any, seen: dict[Any, object], is_whole: bool = True) -> Iterat
 
 def _methods(x: object, is_whole: bool = False) -> Iterator[_Function]:
     """Yield the user's classes of an object or of a module's submodules, and the functions of these classes."""
-    parts: Any = x.modules() if _is_module(x) else [x]  # type: ignore[attr-defined]
+    parts = x.modules() if _is_module(x) else [x]
     if is_whole and _is_module(x):
         yield x
     kinds: dict[type, list[object]] = {}
@@ -337,14 +337,14 @@ def _of_owner(fn: Any, owner: object) -> Iterator[Capture]:
                 yield from _of_owner(base, owner)
 
 
-def _variable(fn: FunctionType, place: Any, path: _Path, paths: Collection[_Path]) -> Capture:
+def _variable(fn: FunctionType, place: object, path: _Path, paths: Collection[_Path]) -> Capture:
     variable, k = Capture(f"{'.'.join(path)!r} of {fn.__qualname__}", place, path[-1]), len(path)
     names = {longer[k] for longer in paths if longer[:k] == path and len(longer) > k}
     return variable._replace(by_name=bool(names) and path not in paths)
 
 
 def _attributes(
-    fn: FunctionType, value: Any, path: _Path, paths: Collection[_Path], start: int = 1, around: tuple[int, ...] = ()
+    fn: FunctionType, value: object, path: _Path, paths: Collection[_Path], start: int = 1, around: tuple[int, ...] = ()
 ) -> Iterator[Capture]:
     """Yield the attributes `a`, `b` and `c` read by `value.a.b.c`: their names are `path[start:]`.
 
@@ -382,8 +382,8 @@ def _has(x: object, name: str) -> bool:
 
 
 # LOAD_NAME is in bodies of classes.
-_KINDS = ("GLOBAL", "NAME", "DEREF", "CLASSDEREF", "FROM_DICT_OR_GLOBALS", "FROM_DICT_OR_DEREF")
-_LOADS = {f"LOAD_{kind}" for kind in _KINDS}
+_VARIABLE_KINDS = ("GLOBAL", "NAME", "DEREF", "CLASSDEREF", "FROM_DICT_OR_GLOBALS", "FROM_DICT_OR_DEREF")
+_LOADS = {f"LOAD_{kind}" for kind in _VARIABLE_KINDS}
 
 
 def _names_in(code: CodeType, first: str = "") -> Iterator[tuple[str, ...]]:
@@ -405,7 +405,7 @@ def _names_in(code: CodeType, first: str = "") -> Iterator[tuple[str, ...]]:
             yield from _names_in(inner)
 
 
-def _generators(root: object, seen: dict[int, object]) -> Iterator[Any]:  # Any: numpy may be absent
+def _generators(root: object, seen: dict[int, object]) -> Iterator[object]:
     np = sys.modules.get("numpy")
     kinds = (random.Random, *(() if np is None else (np.random.Generator, np.random.RandomState)))
     unseen = [root]

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from ..core import tree
 from ..core.storage import address
-from ..graph.dataflow import NodeIndex, computed, copied, index, repeated
+from ..graph.dataflow import NodeIndex, computed, index, insert_copy, repeated
 from .trace import Output, Trace
 
 _EMPTY = (torch.ops.aten.new_empty.default, torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)
@@ -38,15 +38,15 @@ def donated(traced: Trace, leaves: Sequence[object]) -> Trace:
     graph, results = traced.module.graph, list(traced.results)
     inputs, output = [node for node in graph.nodes if node.op == "placeholder"], graph.output_node()
     outputs: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
-    moves = [*_moves(leaves[: first.num_leaves], results)]
+    moves = [*_donated_moves(leaves[: first.num_leaves], results)]
     moves = [move for move in moves if outputs[move.output] is not inputs[move.input]]
     _check_fit(moves, inputs, outputs, tree.paths(first))
     old = repeated(graph, {_storage(inputs[move.input]) for move in moves})
-    others = _place(graph, moves, inputs, outputs)
+    others = _fill_inputs(graph, moves, inputs, outputs)
     with graph.inserting_before(output):
         # If an output is an input to be overwritten, or a view of one, as in a swap of two leaves, copy the output
         # first. Inductor would replace a clone by a read after the write, so `copied` makes none.
-        outputs = [copied(graph, node) if _storage(node) in old else node for node in outputs]
+        outputs = [insert_copy(graph, node) if _storage(node) in old else node for node in outputs]
     _write(graph, others, inputs, outputs)
     for move in moves:
         results[move.leaf] = Input(move.input)
@@ -56,7 +56,7 @@ def donated(traced: Trace, leaves: Sequence[object]) -> Trace:
     return replace(traced, results=tuple(results))
 
 
-def _place(
+def _fill_inputs(
     graph: fx.Graph, moves: Sequence[_Move], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> list[_Move]:
     """If a collective fills a result after the input's last read, let the collective fill the input.
@@ -119,7 +119,7 @@ def _first_argument(traced: Trace) -> tree.Spec:
     return first
 
 
-def _moves(leaves: Sequence[object], results: Sequence[object]) -> Iterator[_Move]:
+def _donated_moves(leaves: Sequence[object], results: Sequence[object]) -> Iterator[_Move]:
     number = 0  # number of the input: each tensor leaf is an input
     for i, (leaf, result) in enumerate(zip(leaves, results, strict=False)):  # `results` may have more
         if isinstance(leaf, Tensor):

@@ -32,12 +32,12 @@ from weakref import ProxyTypes, ReferenceType, WeakKeyDictionary, WeakValueDicti
 import torch
 from torch import Tensor
 
-from ..comm.consensus import first_difference
+from ..comm.consensus import first_unlike_line
 from ..comm.mesh import Mesh, axis_sizes, is_mesh, mesh_device, present, process_rank, rank_in
 from ..core import tree
 from ..core.storage import Source
 from .captures import LIBRARIES, Capture, captures, is_of_library, variables
-from .signature import Ambient, Signature, TensorKey, key_of, parts, words
+from .signature import Ambient, Signature, TensorKey, key_of, parts, words_of_key
 from .trace import resolved
 
 Texts = dict[str, str]
@@ -71,10 +71,10 @@ class FunctionIdentity:
     def differences(self, texts: Mapping[str, Texts]) -> list[str]:
         none, pairs = "not there", [(texts[part], now) for part, now in self.texts().items()]
         named = [(x, was.get(x, none), now.get(x, none)) for was, now in pairs for x in dict.fromkeys((*now, *was))]
-        return [first_difference(was, now, f"{name} was {{}}, is {{}}") for name, was, now in named if was != now]
+        return [first_unlike_line(was, now, f"{name} was {{}}, is {{}}") for name, was, now in named if was != now]
 
 
-def identity(fn: object, called: Signature, options: object) -> FunctionIdentity:
+def identity_of(fn: object, called: Signature, options: object) -> FunctionIdentity:
     writer, what, tensors = _Writer([*called.grids.values()]), {"jit's options": str(options)}, list[Tensor]()
     for variable in (x for x in captures(fn) if not (x.is_code or x.is_part)):  # an object's text has its parts
         _add(what, variable.name, writer.read(variable, variable.name))
@@ -102,7 +102,7 @@ def _add(texts: Texts, name: str, text: str) -> None:
 def _of_arguments(called: Signature, writer: _Writer) -> Iterator[tuple[str, str]]:
     for path, key in zip(tree.paths(called.spec), called.kinds, strict=True):
         is_simple = isinstance(key, TensorKey) or key[0] in _SIMPLE
-        yield f"argument {path!r}", words(key) if is_simple else writer.named(f"argument {path!r}", key)
+        yield f"argument {path!r}", words_of_key(key) if is_simple else writer.named(f"argument {path!r}", key)
     yield "the structure of the arguments", writer.named("the arguments", called.spec)
     yield "which arguments are one", str(called.trained)
     grids = [*map(called.grids.__getitem__, filter(None, called.meshes))]
@@ -123,13 +123,13 @@ def _machine(called: Signature) -> Texts:
         "the machine": platform.machine(),
         "the processor": _processor(),
         "the number of threads": str(torch.get_num_threads()),
-        "Inductor's settings": _settings(bool(variables)),
+        "Inductor's settings": _changed_settings(bool(variables)),
         "the environment": str(sorted(variables.items())),
         "the accelerator": str(sorted(_accelerator(device) for device in devices)),
     }
 
 
-def _settings(by_variables: bool) -> str:
+def _changed_settings(by_variables: bool) -> str:
     """Return Inductor's changed settings. Its import takes seconds; before, only environment variables change any."""
     if "torch._inductor.config" not in sys.modules and not by_variables:
         return "{}"
@@ -151,17 +151,17 @@ def _processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
     features = next((line for line in lines if line.startswith(("flags", "Features"))), lines[0])
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return f"{torch.backends.cpu.get_cpu_capability()} {model} {_digest(' '.join(sorted(features.split())))}"
+    return f"{torch.backends.cpu.get_cpu_capability()} {model} {_short_sha(' '.join(sorted(features.split())))}"
 
 
 @cache
 def _digest_of_package() -> str:
     """Digest fshard's files: in development, files change and the version does not."""
     root = Path(__file__).parents[1]
-    return _digest(*(f"{path.relative_to(root)} {path.read_text()}" for path in sorted(root.rglob("*.py"))))
+    return _short_sha(*(f"{path.relative_to(root)} {path.read_text()}" for path in sorted(root.rglob("*.py"))))
 
 
-def _digest(*texts: str) -> str:
+def _short_sha(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode(errors="surrogatepass")).hexdigest()[:16]
 
 
@@ -171,7 +171,7 @@ def _digest_of_code(code: CodeType) -> str:
     # the order of a set of strings changes with the process
     plain = [sorted(map(repr, x)) if isinstance(x, frozenset) else x for x in code.co_consts]
     constants = [_digest_of_code(x) if isinstance(x, CodeType) else repr(x) for x in plain]
-    return _digest(code.co_code.hex(), str(numbers), str(names), code.co_exceptiontable.hex(), *constants)
+    return _short_sha(code.co_code.hex(), str(numbers), str(names), code.co_exceptiontable.hex(), *constants)
 
 
 class _Writer:
@@ -197,7 +197,7 @@ class _Writer:
             return f"module {value.__name__}"
         return self.named(name, value) if name else self.text(value)
 
-    def text(self, x: Any) -> str:
+    def text(self, x: object) -> str:
         if type(x) in _SIMPLE:
             return _short(repr(x))
         if id(x) not in self._texts:
@@ -207,7 +207,7 @@ class _Writer:
             self._around.pop()
         return self._texts[id(x)][1]
 
-    def _apart(self, x: Any) -> str:
+    def _apart(self, x: object) -> str:
         """Return a set item's text. Other items' texts refer to no object in it, because their order varies."""
         before, text = len(self._texts), self.text(x)
         while len(self._texts) > before:
@@ -217,7 +217,7 @@ class _Writer:
     def _all(self, values: Iterable[object]) -> str:
         return ", ".join(map(self.text, values))
 
-    def _own(self, x: Any) -> str:
+    def _own(self, x: object) -> str:
         """Write all attributes of an object of the user's class: `pickle` may leave some out."""
         return "" if isinstance(x, type) or is_of_library(type(x)) else self.text(object.__getstate__(x))
 
@@ -227,7 +227,7 @@ class _Writer:
         if isinstance(x, Tensor):
             if type(x).__module__.startswith("fshard.module."):  # it stands for a parameter, without memory
                 return f"{_name(type(x))} {self.text(vars(x))}"
-            form = words(key_of(resolved(x))) if x.layout is torch.strided else f"{x.layout} {x.dtype}"
+            form = words_of_key(key_of(resolved(x))) if x.layout is torch.strided else f"{x.layout} {x.dtype}"
             return f"{_name(type(x))} {form} {self.text(vars(x))}"
         if type(x) in (bytes, bytearray):
             return f"{_name(type(x))} of {len(x)} bytes {hashlib.sha256(x).hexdigest()[:16]}"
@@ -246,7 +246,7 @@ class _Writer:
             return f"{self.text(type(x))} {{{', '.join(sorted(map(self._apart, x)))}}}"
         return self._object(x)
 
-    def _object(self, x: Any) -> str:
+    def _object(self, x: object) -> str:
         if isinstance(x, FunctionType):
             return self._function(x)
         if isinstance(x, type):
@@ -291,14 +291,14 @@ class _Writer:
         values = {name: value for name, value in vars(x).items() if name[:2] != "__"}
         return f"module {x.__name__} {self.text(values)}"
 
-    def _mesh(self, x: Any) -> str:
+    def _mesh(self, x: Mesh) -> str:
         # each rank of the first mesh has its own program; a trace fixes the rank on another mesh
         likeness = present(x).likeness
         number = self._meshes.index(likeness) if likeness in self._meshes else -1
         at = f", rank {rank_in(x)} of {likeness}" if number else ""
         return f"mesh {number} {axis_sizes(x)} on {mesh_device(x).type}{at}"
 
-    def _saved(self, x: Any) -> str:
+    def _saved(self, x: object) -> str:
         saved = None if is_dataclass(x) else parts(x)
         if saved is None:
             saved = copyreg.dispatch_table.get(type(x), lambda y: y.__reduce_ex__(4))(x)
@@ -346,4 +346,4 @@ def _name(kind: type) -> str:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= _LONG else f"{text[: _LONG // 2]}... ({_digest(text)})"
+    return text if len(text) <= _LONG else f"{text[: _LONG // 2]}... ({_short_sha(text)})"

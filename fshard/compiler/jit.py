@@ -23,15 +23,15 @@ from ..sharding.sharded import Sharded
 from . import artifact as artifacts
 from .artifact import file_at
 from .captures import Capture, captures
-from .identity import identity
+from .identity import identity_of
 from .lowered import Compiled, Lowered, Options, loaded, lower
-from .signature import Contents, Signature, changed, contents, difference, flatten, inputs_of, on_meshes, signature
+from .signature import Captured, Signature, changed, contents, flat_call, inputs_of, on_meshes, signature, unlike_call
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_CacheKey = tuple[Signature, Contents]
+_CacheKey = tuple[Signature, Captured]
 _Graph = Compiled | None  # None: a result requires a gradient, so the function itself runs
-_PLAIN = (
+_RUNS_AS_WRITTEN = (
     "not compiled: a result requires a gradient, so the function runs as it is written. Jit the function that takes "
     "the derivative, or call this one in torch.no_grad()"
 )
@@ -41,7 +41,7 @@ _CASTS = (
 )
 
 # Bytes. Below, the start of a collective takes most of its time. Units of a large model are far larger.
-_SMALL = 1 << 20
+_BUCKET_BYTES = 1 << 20
 
 
 class Jitted(Generic[P, R]):
@@ -59,8 +59,8 @@ class Jitted(Generic[P, R]):
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
         """Return the graph for these arguments, to inspect or compile. Arguments may be meta or fake tensors."""
-        leaves, spec = flatten(args, kwargs)
-        known = identity(self._fn, signature(leaves, spec, on_meshes((args, kwargs))), self.options)
+        leaves, spec = flat_call(args, kwargs)
+        known = identity_of(self._fn, signature(leaves, spec, on_meshes((args, kwargs))), self.options)
         return replace(lower(self._fn, leaves, spec, self.options), identity=known)
 
     def explain(self) -> str:
@@ -76,8 +76,8 @@ class Jitted(Generic[P, R]):
         return (Checked(self._run) if checked else self._run)(*args, **kwargs)
 
     def _run(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        (leaves, spec), nodes = flatten(args, kwargs), on_meshes((args, kwargs))
-        if why := _PLAIN if _has_derivative(leaves) else _CASTS if _in_loss_with_policy() else "":
+        (leaves, spec), nodes = flat_call(args, kwargs), on_meshes((args, kwargs))
+        if why := _RUNS_AS_WRITTEN if _has_derivative(leaves) else _CASTS if _in_loss_with_policy() else "":
             self._reasons += [why] * (why not in self._reasons)
             return self._fn(*args, **kwargs)
         homes = [node.home for node in nodes if node.home is not None]
@@ -92,7 +92,7 @@ class Jitted(Generic[P, R]):
             inputs = inputs_of(variables)
             key = called, contents(variables, inputs)
             reason = how or self._reason(graphs, key)
-            self._reasons.append(reason if compiled else f"{reason}, and {_PLAIN}")
+            self._reasons.append(reason if compiled else f"{reason}, and {_RUNS_AS_WRITTEN}")
             graphs[key] = compiled
         return self._fn(*args, **kwargs) if compiled is None else compiled.run(leaves, args, inputs)
 
@@ -114,7 +114,7 @@ class Jitted(Generic[P, R]):
     def _from_artifact(
         self, path: str, leaves: list[object], called: Signature, variables: list[Capture]
     ) -> tuple[_Graph, str]:
-        known, mesh, first = identity(self._fn, called, self.options), called.mesh, not self._reasons
+        known, mesh, first = identity_of(self._fn, called, self.options), called.mesh, not self._reasons
         # later, only some ranks may have new arguments, so no rank waits for others
         others = mesh if first else None
         program, how = together(others, lambda: artifacts.find(path, known, mesh)), f"loaded from {path}"
@@ -128,7 +128,7 @@ class Jitted(Generic[P, R]):
                 return None, ""
             program = together(others, partial(lowered.program, leaves))
             if first:
-                artifacts.save(path, known, program, mesh)
+                artifacts.save_program(path, known, program, mesh)
         return loaded(program, leaves, called, variables, self.options), how
 
     def _reason(self, graphs: dict[_CacheKey, _Graph], key: _CacheKey) -> str:
@@ -139,7 +139,7 @@ class Jitted(Generic[P, R]):
         (old_signature, old_contents), (new_signature, new_contents) = next(iter(graphs)), key
         if old_signature == new_signature:
             return f"traced again: {changed(old_contents, new_contents)}"
-        return f"traced again: {difference(old_signature, new_signature)}"
+        return f"traced again: {unlike_call(old_signature, new_signature)}"
 
 
 def _in_loss_with_policy() -> bool:
@@ -162,7 +162,7 @@ def jit(
     *,
     backend: str = "inductor",
     in_flight: int = 0,
-    bucket: int = _SMALL,
+    bucket: int = _BUCKET_BYTES,
     artifact: str | os.PathLike[str] | None = None,
 ) -> Jitted[P, R]:
     """Return a function that runs `fn` (a step, a loss, a gradient, any pure function) as one compiled graph.

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -48,7 +47,7 @@ def _collected() -> Iterator[None]:
         return
     thread, files, waiting = threading.get_ident(), [_File()], list[Callable[[], object]]()
 
-    def collected(compiler: Any, argtypes: list[str], source: str) -> object:
+    def collected(compiler: AsyncCompile, argtypes: list[str], source: str) -> object:
         # with one compile thread, torch does not wait for background results
         if threading.get_ident() != thread or get_compile_threads() <= 1 or _DIRECTIVE.search(source):
             return alone(compiler, argtypes, source)
@@ -56,7 +55,7 @@ def _collected() -> Iterator[None]:
             files.append(_File())
         return LambdaFuture(partial(files[-1].loop, files[-1].add(argtypes, source)))
 
-    def at_the_end(compiler: Any, scope: dict[str, Any]) -> None:
+    def at_the_end(compiler: AsyncCompile, scope: dict[str, object]) -> None:
         if threading.get_ident() == thread:
             waiting.append(partial(wait, compiler, scope))
         else:
@@ -88,14 +87,14 @@ class _File:
     def _compiled(self) -> dict[str, Loop]:
         from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-        parts = [_part(name, argtypes, source) for (argtypes, source), name in self._sources.items()]
+        parts = [_loop_part(name, argtypes, source) for (argtypes, source), name in self._sources.items()]
         includes = dict.fromkeys(line.strip() for part in parts for line in _INCLUDE.findall(part))
         bodies = [f"namespace loop{n} {{\n{_INCLUDE.sub('', part)}\n}}\n" for n, part in enumerate(parts)]
         self.path = CppPythonBindingsCodeCache.load("\n".join([*includes, *bodies])).__file__
         return {name: load(name, self.path) for name in self._sources.values()}
 
 
-def _part(name: str, argtypes: Sequence[str], source: str) -> str:
+def _loop_part(name: str, argtypes: Sequence[str], source: str) -> str:
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
 
     parsed = ", ".join(f"parse_arg<{kind.replace('const ', '')}>(args, {n})" for n, kind in enumerate(argtypes))

@@ -32,26 +32,26 @@ from .captures import Capture, captures
 from .donate import Input, donated
 from .identity import FunctionIdentity
 from .loops import in_one_file
-from .program import InnerCompile, Program, UnsavableError, record, result_of, run
+from .program import InnerCompile, Program, UnsavableError, load_program, program_of, result_of
 from .regions import are_alike, as_text, driver, regions
 from .signature import (
-    Contents,
+    Captured,
     Inputs,
     Signature,
     TensorKey,
     changed,
     contents,
-    difference,
-    flatten,
+    flat_call,
     inputs_of,
     on_meshes,
     signature,
+    unlike_call,
 )
 from .trace import Output, Trace, TraceError, input_paths, resolved, trace
 
 Graph = Callable[..., Sequence[Tensor]]  # a compiled graph: a function from inputs to outputs
 
-_PURPOSES = {"opt_state": "optimizer", "params": "parameters"}  # an input's, by a field in its path
+_PURPOSE_BY_FIELD = {"opt_state": "optimizer", "params": "parameters"}  # an input's, by a field in its path
 
 # With these settings, Inductor keeps the order of nodes, and so the peak of memory. Inductor recomputes no value:
 # a recomputation would need the forward's gathered buffers in the backward. Inductor folds no constants: `x` and
@@ -69,7 +69,7 @@ class Interface(NamedTuple):
     signature: Signature
     donate: bool
     captured: tuple[Capture, ...]  # their tensors are inputs after the arguments
-    contents: Contents  # keys of the values of `captured`
+    contents: Captured  # keys of the values of `captured`
     out_spec: tree.Spec
     results: tuple[object, ...]  # as in `Trace`
     has_gradient: bool = False
@@ -149,7 +149,7 @@ class Lowered:
                     "conjugated lazily, or runs as a CUDA graph"
                 )
             grids = [*self.interface.signature.grids.values()]
-            return record(self.traced, parts, partial(_compiled, "inductor"), grids, leaves, self.numbers)
+            return program_of(self.traced, parts, partial(_compiled, "inductor"), grids, leaves, self.numbers)
 
 
 def _compiled(
@@ -185,7 +185,7 @@ def _settings() -> dict[str, object]:
 
 def _purpose(path: str) -> str:
     parts = path.split(".") if path.startswith("0.0.") else []  # "0.0.": in a state, the first argument
-    return next((purpose for field, purpose in _PURPOSES.items() if field in parts), "arguments")
+    return next((purpose for field, purpose in _PURPOSE_BY_FIELD.items() if field in parts), "arguments")
 
 
 @dataclass(frozen=True)
@@ -214,11 +214,11 @@ class Compiled:
                 "device or on a mesh with processes"
             )
         path, program = file_at("save: path", path), together(mesh, self._lowered.program)
-        artifact.save(path, self._lowered.identity, program, mesh)
+        artifact.save_program(path, self._lowered.identity, program, mesh)
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """Call the compiled function. Raises ValueError for arguments of another signature."""
-        leaves, spec = flatten(args, kwargs)
+        leaves, spec = flat_call(args, kwargs)
         if self.interface.has_gradient or any(map(func_levels.is_dual, leaves)):
             raise TypeError(
                 "compiled: the result requires a gradient, which a graph does not pass on: compile the function that "
@@ -226,7 +226,7 @@ class Compiled:
             )
         called = signature(leaves, spec, on_meshes((args, kwargs)))
         if called != self.interface.signature:
-            raise ValueError(f"compiled for other arguments: {difference(self.interface.signature, called)}")
+            raise ValueError(f"compiled for other arguments: {unlike_call(self.interface.signature, called)}")
         inputs = inputs_of(self.interface.captured)
         if (now := contents(self.interface.captured, inputs)) != self.interface.contents:
             raise ValueError(f"compiled for other values: {changed(self.interface.contents, now)}")
@@ -238,14 +238,14 @@ class Compiled:
         inputs = [*tensors(leaves), *map(resolved, more)]
         if self.interface.donate:
             (donated_spec, *_), _ = (part.children() for part in self.interface.signature.spec.children())
-            _check_apart(inputs, len(tensors(leaves[: donated_spec.num_leaves])))
+            _check_donated_apart(inputs, len(tensors(leaves[: donated_spec.num_leaves])))
         with ExitStack() as stack:
             # the graph contains its backward: autograd must record no other
             stack.enter_context(torch.no_grad())
             for device, dtype in self.interface.signature.ambient.autocast:  # the graph contains autocast's casts
                 stack.enter_context(torch.autocast(device, dtype, enabled=False))
             outputs = self.fn(*inputs)
-        results = [_result(result, inputs, outputs) for result in self.interface.results]
+        results = [_result_from(result, inputs, outputs) for result in self.interface.results]
         if self.interface.donate:
             # the graph has overwritten every tensor of its first argument, also in a state's `extra`
             for node in tree.nodes(args[0], Sharded):
@@ -254,7 +254,7 @@ class Compiled:
         return tree.unflatten(self.interface.out_spec, results)
 
 
-def _result(result: object, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> object:
+def _result_from(result: object, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> object:
     if isinstance(result, Input):
         return inputs[result.number]
     return mark(outputs[result.number], result.kind) if isinstance(result, Output) else result
@@ -264,7 +264,7 @@ def loaded(
     program: Program, leaves: Sequence[object], called: Signature, variables: Sequence[Capture], options: Options
 ) -> Compiled:
     captured = tuple(variables[number]._replace(is_input=True) for number in program.head["captured"])
-    fn, text = run(program, [*called.grids])
+    fn, text = load_program(program, [*called.grids])
     inside = contents(captured, inputs_of(captured)), *result_of(program, leaves, called.spec)
     return Compiled(Interface(called, options.donate, captured, *inside), fn, text)
 
@@ -316,13 +316,13 @@ PASSES = (
     Pass("sink", lambda graph, setting: passes.sink(graph, setting.options.in_flight, setting.ahead)),
     Pass("bucket", lambda graph, setting: bucket(graph, setting.options.bucket)),
     Pass("materialize", lambda graph, _: passes.materialize(graph)),
-    Pass("chain", lambda graph, _: passes.chain(graph)),
+    Pass("chain", lambda graph, _: passes.chain_collectives(graph)),
 )
 
 
 _aten = torch.ops.aten
 # the operator that returns a view, by the in-place operator on shape or strides
-_VIEWS: dict[object, object] = {
+_VIEW_OF_WRITE: dict[object, object] = {
     _aten.t_.default: _aten.t.default,
     _aten.transpose_.default: _aten.transpose.int,
     _aten.unsqueeze_.default: _aten.unsqueeze.default,
@@ -343,7 +343,7 @@ def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, op
     _check_unchanged(traced, leaves, names)  # before `donated` adds writes
     for node in traced.module.graph.nodes:
         # compilers need an operator that returns a view; later nodes read its result already
-        node.target = _VIEWS.get(node.target, node.target)
+        node.target = _VIEW_OF_WRITE.get(node.target, node.target)
     variables = _used(traced, captured)
     if options.donate:
         traced = donated(traced, leaves)
@@ -382,7 +382,7 @@ def _check_unchanged(traced: Trace, leaves: Sequence[object], captured: Sequence
         raise TraceError(f"jit: the function changes {what} in place: make a new tensor instead, or a clone first")
 
 
-def _check_apart(inputs: Sequence[Tensor], num_donated: int) -> None:
+def _check_donated_apart(inputs: Sequence[Tensor], num_donated: int) -> None:
     ends = [0, 0]  # highest address so far: of all tensors, of donated tensors
     numbered = [(x, number < num_donated) for number, x in enumerate(inputs) if x.numel()]
     for x, is_donated in sorted(numbered, key=lambda pair: pair[0].data_ptr()):

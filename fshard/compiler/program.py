@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -30,6 +30,7 @@ from ..core import tree
 from ..core.storage import as_bytes, from_bytes
 from ..core.tracing import Marked
 from ..core.tree import Tree
+from ..files.index import Json
 from ..graph.inspect import arguments, operator
 from .donate import Input
 from .identity import structure
@@ -37,11 +38,11 @@ from .loops import libraries, load
 from .regions import Region, boxed, driver
 from .trace import Output, Trace
 
-Json: TypeAlias = Any  # any value of `json`
-InnerCompile = Callable[..., Any]  # in place of Inductor's `compile_fx_inner`
+InnerCompile = Callable[..., object]  # in place of Inductor's `compile_fx_inner`
+CompileRegion = Callable[[fx.GraphModule, InnerCompile], Callable[..., Sequence[Tensor]]]
 
-_CONTAINERS: dict[str, Any] = {kind.__name__: kind for kind in (dict, list, tuple, OrderedDict)}
-_NAMES = {"torch": torch, "device": torch.device, "inf": float("inf"), "nan": float("nan"), "boxed": boxed}
+_CONTAINER_KINDS: dict[str, Callable[..., Tree]] = {kind.__name__: kind for kind in (dict, list, tuple, OrderedDict)}
+_DRIVER_NAMES = {"torch": torch, "device": torch.device, "inf": float("inf"), "nan": float("nan"), "boxed": boxed}
 _PREFIX = f"{boxed.__module__.replace('.', '_')}_"  # torch.fx puts it before names of `regions`
 _MESH = re.compile(r"'mesh_(\d+) of the arguments'")
 
@@ -69,10 +70,10 @@ def digest_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def record(
+def program_of(
     traced: Trace,
     nodes: Sequence[fx.Node | Region],
-    compile: Callable[[fx.GraphModule, InnerCompile], Callable[..., Sequence[Tensor]]],
+    compile: CompileRegion,
     meshes: Sequence[Mesh],
     leaves: Sequence[object],
     captured: Sequence[int],
@@ -82,8 +83,8 @@ def record(
     `captured`: positions in `captures(fn)` of the variables with input tensors.
     """
     wrappers, parts = list[Any](), _Parts()
-    calls = _compiled(traced.module, nodes, compile, wrappers)
-    texts = [_needed(wrapper.source_code) for wrapper in wrappers]
+    calls = _compiled_regions(traced.module, nodes, compile, wrappers)
+    texts = [_needed_source(wrapper.source_code) for wrapper in wrappers]
     paths, places = libraries([(kinds, source) for _, loops in texts for _, kinds, source in loops])
     remaining, constants = iter(places), [x.target for x in calls.graph.nodes if x.op == "get_attr"]
     head = {
@@ -105,21 +106,21 @@ def record(
     return Program(head, parts)
 
 
-def _compiled(
-    module: fx.GraphModule, nodes: Sequence[fx.Node | Region], compile: Any, wrappers: list[Any]
+def _compiled_regions(
+    module: fx.GraphModule, nodes: Sequence[fx.Node | Region], compile: CompileRegion, wrappers: list[Any]
 ) -> fx.GraphModule:
     """Return the driver. Append Inductor's result for each region to `wrappers`."""
     # Private API (test_artifact.py): Inductor's results are not public. AOTAutograd's cache would bypass `inner`.
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx_inner
 
-    def inner(graph: fx.GraphModule, inputs: Sequence[Tensor], **settings: Any) -> Any:
+    def inner(graph: fx.GraphModule, inputs: Sequence[Tensor], **settings: Any) -> object:
         wrappers.append(compile_fx_inner(graph, inputs, **settings))
-        ends.append(_ends(graph))
+        ends.append(_num_ends(graph))
         return wrappers[-1]
 
     def compiled(region: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
-        expected, before = _ends(region), len(ends)
+        expected, before = _num_ends(region), len(ends)
         fn = compile(region, inner)
         # AOTAutograd may add outputs, as for written inputs; a program lacks the code that removes them
         if ends[before:] != [expected] or wrappers[-1].constants:
@@ -131,7 +132,7 @@ def _compiled(
         return driver(module, nodes, compiled)
 
 
-def _ends(graph: fx.GraphModule) -> tuple[int, int]:
+def _num_ends(graph: fx.GraphModule) -> tuple[int, int]:
     nodes = graph.graph.nodes
     return sum(node.op == "placeholder" for node in nodes), sum(len(n.args[0]) for n in nodes if n.op == "output")
 
@@ -151,12 +152,12 @@ def _driver_text(calls: fx.GraphModule, meshes: Sequence[Mesh]) -> str:
         text = re.sub(rf"\b{name}\b", name.removeprefix(_PREFIX), text)
         values.pop(name)
     called = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
-    if others := [name for name in values if name in called and name not in _NAMES]:
+    if others := [name for name in values if name in called and name not in _DRIVER_NAMES]:
         raise UnsavableError(f"jit: artifact: the graph calls {others[0]}, which has no name in another process")
     return text
 
 
-def _needed(source: str) -> tuple[str, list[tuple[str, list[str], str]]]:
+def _needed_source(source: str) -> tuple[str, list[tuple[str, list[str], str]]]:
     """Return the statements of an Inductor wrapper's source that a call needs, and its loops: name, types, source."""
     body, kept, loops = ast.parse(source).body, list[ast.stmt](), list[tuple[str, list[str], str]]()
     for statement in body:
@@ -204,20 +205,20 @@ def _constant(x: Tensor, parts: _Parts) -> Json:
     return [str(x.dtype).removeprefix("torch."), [*x.shape], str(x.device), parts.put(data)]
 
 
-def run(program: Program, meshes: Sequence[str]) -> tuple[Callable[..., Sequence[Tensor]], str]:
+def load_program(program: Program, meshes: Sequence[str]) -> tuple[Callable[..., Sequence[Tensor]], str]:
     head, parts = program.head, program.parts
     with tempfile.TemporaryDirectory() as folder:  # a loaded library needs no file
         paths = [Path(folder) / f"{number}.so" for number in range(len(head["libraries"]))]
         for path, digest in zip(paths, head["libraries"], strict=True):
             path.write_bytes(parts[digest])
-        regions = [_region(region, parts, paths) for region in head["regions"]]
+        regions = [_loaded_region(region, parts, paths) for region in head["regions"]]
     constants = {}
     for name, (dtype, shape, device, digest) in head["constants"].items():
         data = torch.empty(len(parts[digest]), dtype=torch.uint8, device="cpu")
         if parts[digest]:  # `frombuffer` refuses empty buffers
             data = torch.frombuffer(bytearray(parts[digest]), dtype=torch.uint8)
         constants[name] = from_bytes(data, getattr(torch, dtype)).view(shape).to(device)
-    scope: dict[str, Any] = {**_NAMES, **{f"region_{n}": fn for n, fn in enumerate(regions)}}
+    scope: dict[str, Any] = {**_DRIVER_NAMES, **{f"region_{n}": fn for n, fn in enumerate(regions)}}
     scope |= {f"mesh_{n}": name for n, name in enumerate(meshes)}
     text = parts[head["driver"]].decode()
     exec(text, scope)
@@ -225,7 +226,7 @@ def run(program: Program, meshes: Sequence[str]) -> tuple[Callable[..., Sequence
     return lambda *inputs: forward(constants_of, *inputs), text
 
 
-def _region(region: Json, parts: Mapping[str, bytes], paths: Sequence[Path]) -> Callable[..., Sequence[Tensor]]:
+def _loaded_region(region: Json, parts: Mapping[str, bytes], paths: Sequence[Path]) -> Callable[..., Sequence[Tensor]]:
     scope: dict[str, Any] = {name: load(loop, str(paths[number])) for name, (number, loop) in region["loops"].items()}
     exec(parts[region["text"]].decode(), scope)
     if not region["aligned"]:
@@ -247,7 +248,7 @@ def result_of(program: Program, leaves: Sequence[object], spec: tree.Spec) -> tu
             case {"kind": kind, "names": names}:
                 children = [*map(read, told["children"])]
                 pairs = zip(names, children, strict=True)
-                return _CONTAINERS[kind](children if kind in ("list", "tuple") else pairs)
+                return _CONTAINER_KINDS[kind](children if kind in ("list", "tuple") else pairs)
             case {"module": module, "class": name}:
                 kind, children = _named_tuple(module, name), [*map(read, told["children"])]
                 return kind(*children) if hasattr(kind, "_fields") else kind(children)
@@ -270,9 +271,9 @@ def result_of(program: Program, leaves: Sequence[object], spec: tree.Spec) -> tu
     return out_spec, tuple(results)
 
 
-def _named_tuple(module: str, name: str) -> Any:
+def _named_tuple(module: str, name: str) -> Callable[..., Tree]:
     """Find the class of a named tuple. Raises TypeError for any other object: a program may call no other."""
-    kind: Any = sys.modules.get(module)
+    kind: object = sys.modules.get(module)
     for part in name.split("."):
         kind = getattr(kind, part, None)
     fields = hasattr(kind, "_fields") or hasattr(kind, "n_fields")  # torch's named tuples, as `topk` returns
@@ -286,7 +287,7 @@ def _result(traced: Trace, leaves: Sequence[object]) -> Json:
     numbers = {structure(node): number for number, node in reversed([*enumerate(subtrees)]) if not node.is_leaf()}
     places = {id(leaf): number for number, leaf in enumerate(leaves)}
 
-    def told(x: Any, path: tuple[str, ...]) -> Json:
+    def told(x: object, path: tuple[str, ...]) -> Json:
         (children, _), text = tree.opened(x), structure(tree.flatten(x)[1])
         if text in numbers:
             return {"argument": numbers[text], "leaves": [told(leaf, path) for leaf in tree.leaves(x)]}
@@ -299,7 +300,7 @@ def _result(traced: Trace, leaves: Sequence[object]) -> Json:
         if _is_found(kind):
             return {"module": kind.__module__, "class": kind.__qualname__, "children": inside}
         names = [name for name, _ in children]
-        if kind in _CONTAINERS.values() and {*map(type, names)} <= {str, int}:
+        if kind in _CONTAINER_KINDS.values() and {*map(type, names)} <= {str, int}:
             return {"kind": kind.__name__, "names": names, "children": inside}
         raise _no_result(x, path, "whose structure no argument has")
 

@@ -24,7 +24,7 @@ from torch import Tensor, fx
 from ..core.random import draws
 from ..core.storage import address
 from ..core.tracing import memo
-from ..graph.dataflow import is_call, writes, written
+from ..graph.dataflow import is_call, is_write, written
 from ..graph.inspect import operator, values
 from ..graph.memory import storages_of
 from .trace import alone
@@ -64,9 +64,9 @@ def regions(module: fx.GraphModule) -> list[fx.Node | Region]:
     """Return regions and other nodes in order; [] if the graph must stay whole."""
     if any(_keeps_whole(module, node) for node in module.graph.nodes):
         return []
-    runs = _runs(module.graph)
+    runs = _node_runs(module.graph)
     run_of = {node: number for number, run in enumerate(runs) for node in run}
-    read = [_read(run) for run in runs]
+    read = [_nodes_read(run) for run in runs]
     needed = {x for number, nodes in enumerate(read) for x in nodes if run_of.get(x) != number}
     return [_region(run, x, needed) if _is_computed(run[0]) else run[0] for run, x in zip(runs, read, strict=True)]
 
@@ -84,7 +84,7 @@ def driver(module: fx.GraphModule, parts: Sequence[fx.Node | Region], compiled: 
             continue
         if part.key not in functions:
             fn = compiled(fx.GraphModule(module, part.graph))
-            functions[part.key] = _named(_boxed(fn), f"region_{len(functions)}")
+            functions[part.key] = _named_region(_boxed(fn), f"region_{len(functions)}")
         given = copies.graph.create_node("call_function", boxed, tuple(map(copies.get, part.inputs)), name="values")
         out = copies.graph.create_node("call_function", functions[part.key], (given,), name="out")
         for number, node in enumerate(part.outputs):
@@ -116,14 +116,14 @@ def _is_memory(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    if not _is_computed(node) or writes(node) or not values(node):
+    if not _is_computed(node) or is_write(node) or not values(node):
         return False
     if is_call(node, "getitem"):
         return _is_view(node.args[0])  # type: ignore[arg-type]
     return {*storages_of(node)} <= {storage for x in node.all_input_nodes for storage in storages_of(x)}
 
 
-def _runs(graph: fx.Graph) -> list[list[fx.Node]]:
+def _node_runs(graph: fx.Graph) -> list[list[fx.Node]]:
     runs: list[list[fx.Node]] = []
     run_of: dict[fx.Node, list[fx.Node]] = {}
     run: list[fx.Node] = []
@@ -144,7 +144,7 @@ def _runs(graph: fx.Graph) -> list[list[fx.Node]]:
     return runs
 
 
-def _read(run: Sequence[fx.Node]) -> list[fx.Node]:
+def _nodes_read(run: Sequence[fx.Node]) -> list[fx.Node]:
     """Return the nodes that `run` reads. For a view return its base, unless `run` only reads a view of an input."""
     memory = written(run)
 
@@ -188,7 +188,7 @@ def _takes_one(fn: Callable[..., object]) -> bool:
     return code is not None and code.co_argcount == 1 and not code.co_flags & inspect.CO_VARARGS
 
 
-def _named(fn: Boxed, name: str) -> Boxed:
+def _named_region(fn: Boxed, name: str) -> Boxed:
     def region(values: list[Tensor]) -> Sequence[Tensor]:
         return fn(values)
 

@@ -38,8 +38,8 @@ from ..sharding.schedule import View
 from .captures import Capture, is_of_library, is_users
 from .trace import kind_in_key, resolved
 
-Key = tuple[type, *tuple[object, ...]]  # type of a value, and its compared parts
-Contents = tuple[tuple[str, object], ...]  # (name, key of the value) for each captured variable
+ValueKey = tuple[type, *tuple[object, ...]]  # type of a value, and its compared parts
+Captured = tuple[tuple[str, object], ...]  # (name, key of the value) for each captured variable
 
 
 class Ambient(NamedTuple):
@@ -70,7 +70,7 @@ class Signature(NamedTuple):
     """The part of the cache key from arguments and torch's settings (Note [What a graph depends on])."""
 
     structure: Structure
-    kinds: tuple[TensorKey | Key, ...]  # one key for each leaf
+    kinds: tuple[TensorKey | ValueKey, ...]  # one key for each leaf
     trained: tuple[tuple[object, ...], ...]  # shared memory of leaves that require a gradient
     meshes: tuple[str, ...]
     ambient: Ambient
@@ -104,7 +104,7 @@ def ambient() -> Ambient:
     )
 
 
-def flatten(args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> tuple[list[object], tree.Spec]:
+def flat_call(args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> tuple[list[object], tree.Spec]:
     """Flatten arguments and resolve conjugate and negative bits: a graph reads plain memory."""
     leaves, spec = tree.flatten((args, kwargs))
     return [resolved(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
@@ -161,7 +161,7 @@ def _check_classes(kinds: Iterable[type]) -> None:
             raise TypeError(f"a tensor of class {kind.__name__}")
 
 
-def key_of(leaf: object) -> TensorKey | Key:
+def key_of(leaf: object) -> TensorKey | ValueKey:
     if isinstance(leaf, Tensor):
         if leaf.layout is not torch.strided:
             raise TypeError(f"a tensor of layout {leaf.layout}")
@@ -173,7 +173,7 @@ def key_of(leaf: object) -> TensorKey | Key:
 _VALUES = (Number, str, bytes, list, tuple, set, frozenset)
 
 
-def fixed(x: Any) -> Key:  # Any: mypy does not narrow by `is_mesh`
+def fixed(x: Any) -> ValueKey:  # Any: mypy does not narrow by `is_mesh`
     """Return a value's key: different for 1, 1.0 and True, and for 0.0 and -0.0; equal for NaNs."""
     kind: Any = type(x)
     attributes = getattr(x, "__dict__", None)
@@ -222,13 +222,13 @@ def _nodes(spec: tree.Spec) -> Any:  # optree shows metadata only in pickles
 _LEAF = _nodes(tree.flatten(0)[1])[0][0]
 
 
-def _carried(x: Any, is_registered: bool, seen: _Seen) -> object:
+def _carried(x: object, is_registered: bool, seen: _Seen) -> object:
     if not is_registered:
         keys = x[1] if isinstance(x, tuple) else x  # a defaultdict's metadata is (default_factory, keys)
         if not isinstance(keys, list):
             return x
         named = tuple(k if type(k) in (str, int) else fixed(k) for k in keys)
-        return named if keys is x else (x[0], named)
+        return (x[0], named) if isinstance(x, tuple) else named
     return tuple(_of_metadata(y, seen) for y in x) if type(x) is tuple else _of_metadata(x, seen)
 
 
@@ -253,7 +253,7 @@ class _Same:
 
 
 _Seen = dict[int, tuple[int, object]]  # (number, object) by id, for objects met before in one variable
-Inside = Callable[[Any], Iterable[object] | None]  # `parts` or `static`
+Inside = Callable[[object], Iterable[object] | None]  # `parts` or `static`
 
 
 Inputs = dict[tuple[int, str], list[Tensor]]  # by `Capture.identity`
@@ -263,7 +263,7 @@ def inputs_of(variables: Sequence[Capture]) -> Inputs:
     return {variable.identity: variable.tensors() for variable in variables if variable.is_input}
 
 
-def contents(variables: Sequence[Capture], inputs: Inputs) -> Contents:
+def contents(variables: Sequence[Capture], inputs: Inputs) -> Captured:
     """Return the keys of captured variables, and which of `inputs` are one tensor."""
     first: dict[int, int] = {}
     same = tuple(first.setdefault(id(x), i) for i, x in enumerate(chain(*inputs.values())))
@@ -291,7 +291,7 @@ _OF_VALUES = {"_ctypes", "_io", "array", "builtins", "collections", "functools",
 _OF_VALUES |= {"datetime", "pathlib", "pathlib._local", "uuid"}
 
 
-def parts(x: Any) -> Iterable[object] | None:
+def parts(x: object) -> Iterable[object] | None:
     """Return an object's parts to compare: its fields, or its state for `pickle`. None: compare its identity."""
     if is_dataclass(x) and not isinstance(x, type) and not is_of_library(type(x)):
         return [getattr(x, field.name, None) for field in fields(x)]
@@ -310,7 +310,7 @@ def parts(x: Any) -> Iterable[object] | None:
     return None if isinstance(saved, str) else [list(y) if isinstance(y, Iterator) else y for y in saved]
 
 
-def static(x: Any) -> Iterable[object] | None:
+def static(x: object) -> Iterable[object] | None:
     """Return the parts to compare of an object in metadata: the result of `parts`, or else all attributes."""
     if isinstance(x, FunctionType):
         cells = [Capture("", cell, "").read() for cell in x.__closure__ or ()]
@@ -335,7 +335,7 @@ def _shared(kind: type) -> Iterator[object]:
     return (x for name, x in stored if name[:2] != "__" and not hasattr(type(x), "__get__"))
 
 
-def _of_ours(x: Any, seen: _Seen) -> object:
+def _of_ours(x: object, seen: _Seen) -> object:
     x = x.static if isinstance(x, Source) else x
     home = x.plan if isinstance(x, View) else x
     if not isinstance(home, Plan | Layout) or not (more := _changing(home)):
@@ -356,9 +356,9 @@ _NO_OBJECTS = (type(None), type, ModuleType)  # types of `__self__` of C functio
 _FIXED = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
-def _is_fixed(x: Any) -> bool:
+def _is_fixed(x: object) -> bool:
     """Return True if a value and all its parts are immutable."""
-    if type(x) in (tuple, frozenset):
+    if type(x) is tuple or type(x) is frozenset:
         return all(map(_is_fixed, x))
     if isinstance(x, FunctionType | BuiltinFunctionType):
         return not is_users(x) and isinstance(getattr(x, "__self__", None), _NO_OBJECTS)
@@ -420,12 +420,12 @@ def _incomparable(leaves: Sequence[object], spec: tree.Spec, why: Exception) -> 
     return TypeError(f"jit: a node of the arguments carries what cannot be compared with the next call's ({why})")
 
 
-def difference(old: Signature, new: Signature) -> str:
+def unlike_call(old: Signature, new: Signature) -> str:
     if old.structure != new.structure:
         return "the structure of the arguments, or what their nodes carry (a plan, say), differs"
     for path, before, now in zip(tree.paths(new.spec), old.kinds, new.kinds, strict=True):
         if before != now:
-            return f"argument {path!r} was {words(before)}, is {words(now)}"
+            return f"argument {path!r} was {words_of_key(before)}, is {words_of_key(now)}"
     if old.trained != new.trained:
         return "other arguments are one tensor that requires a gradient, or views of one"
     for name, was, value in zip(Ambient._fields, old.ambient, new.ambient, strict=True):
@@ -434,13 +434,13 @@ def difference(old: Signature, new: Signature) -> str:
     return "the mesh that the arguments lie on is another one, or another rank's"
 
 
-def changed(old: Contents, new: Contents) -> str:
+def changed(old: Captured, new: Captured) -> str:
     before = dict(old)
     names = [name for name, content in new if before.get(name) != content]
     return f"{', '.join(names) or 'a function'} changed"
 
 
-def words(key: TensorKey | Key) -> str:
+def words_of_key(key: TensorKey | ValueKey) -> str:
     if not isinstance(key, TensorKey):
         kind, *content = key
         if not content:  # an empty set, a dataclass without fields

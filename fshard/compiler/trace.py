@@ -34,7 +34,7 @@ from ..core import tree
 from ..core.arguments import NOT_THE_USER, call_site, check_function, frame_of, line_of
 from ..core.random import draws
 from ..core.storage import address
-from ..core.tracing import RERUN, Args, Kwargs, Marked, Operator, assigned, kind_of, mark, unhooked
+from ..core.tracing import RERUN, SET_DATA, Args, Kwargs, Marked, Operator, assigned, kind_of, mark, unhooked
 from ..core.tree import Tree, tensors, with_tensors
 from .captures import captures, generators, state_of
 
@@ -286,11 +286,8 @@ def _check_constants(out: Sequence[object], spec: tree.Spec, leaves: Sequence[ob
             )
 
 
-def _put(fake_of: Mapping[int, Tensor], x: Tree) -> Tree:
+def _with_fakes(fake_of: Mapping[int, Tensor], x: Tree) -> Tree:
     return tree.map(lambda leaf: fake_of.get(id(leaf), leaf), x)
-
-
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _Captured(TorchFunctionMode):
@@ -305,8 +302,8 @@ class _Captured(TorchFunctionMode):
         self._fake_of, self._inputs = fake_of, {id(x): address(x) for x in inputs}
 
     def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
-        args, kwargs = _put(self._fake_of, (args, kwargs or {})) if self._fake_of else (args, kwargs or {})
-        if func == _SET_DATA and id(args[0]) not in self._inputs:  # for inputs, `_check_same` raises, with the path
+        args, kwargs = _with_fakes(self._fake_of, (args, kwargs or {})) if self._fake_of else (args, kwargs or {})
+        if func == SET_DATA and id(args[0]) not in self._inputs:  # for inputs, `_check_same` raises, with the path
             raise TraceError(
                 f"jit: the function assigns to .data of a tensor at {call_site()}, which no graph has: give the new "
                 "tensor a name of its own, or write into this one with .copy_() in torch.no_grad()"
@@ -347,7 +344,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         kwargs = kwargs or {}
         if self._fake_of:
-            args, kwargs = _put(self._fake_of, (args, kwargs))  # `_Captured` does not see every call
+            args, kwargs = _with_fakes(self._fake_of, (args, kwargs))  # `_Captured` does not see every call
         if func is torch.ops.aten._efficientzerotensor.default:
             if self._zeros is None:
                 return torch.zeros(*args, **kwargs)

@@ -137,12 +137,12 @@ def form_difference(name: str, expected: Form, given: object) -> str:
     if not isinstance(given, Tensor | Form) or tuple(given.shape) != expected.shape:
         got = f"one {list(given.shape)}" if isinstance(given, Tensor | Form) else shown(given)
         return f"{name!r}: expected a tensor {list(expected.shape)}, got {got}"
-    if _kind(given.dtype) != _kind(expected.dtype):
+    if _dtype_kind(given.dtype) != _dtype_kind(expected.dtype):
         return f"{name!r}: expected {expected.dtype}, got {given.dtype}"
     return ""
 
 
-def _kind(dtype: torch.dtype) -> torch.dtype | str:
+def _dtype_kind(dtype: torch.dtype) -> torch.dtype | str:
     return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else dtype
 
 

@@ -36,7 +36,7 @@ NO_GRADIENT = "the loss function: the loss depends on no trainable parameter (wa
 _RUNNING_LOSS: ContextVar[Running | None] = ContextVar("fshard.core.losses", default=None)
 
 
-def loss_of(policy: Any, mesh: Any, tapes: Sequence[Any] = ()) -> AbstractContextManager[None]:
+def loss_of(policy: object, mesh: object, tapes: Sequence[object] = ()) -> AbstractContextManager[None]:
     """Return a block for a loss and its backward. `tapes` gather parameters and `Sharded` arguments."""
     around = loss.tapes if (loss := _RUNNING_LOSS.get()) else ()
     return assigned(_RUNNING_LOSS, Running(policy, mesh, set(), [], (*tapes, *around)))
@@ -209,7 +209,7 @@ def read_loss(loss: Tree) -> tuple[Tree, type]:
     return loss, kind
 
 
-def described(kind: type, dtype: torch.dtype, aux: Tree, output: object) -> tuple[str, int]:
+def loss_text(kind: type, dtype: torch.dtype, aux: Tree, output: object) -> tuple[str, int]:
     """Return a text of classes and dtypes of loss and averages, equal on all ranks, and its checksum.
 
     For `Terms`, `aux` is [loss, aux].

@@ -37,7 +37,6 @@ from .tree import Tree
 
 Place = torch.device | torch.Generator
 HOST = torch.device("cpu")
-_aten = torch.ops.aten
 _STATE_BYTES = {"cpu": 5056}  # bytes of a generator's state; 16 on other devices
 
 
@@ -45,7 +44,7 @@ _STATE_BYTES = {"cpu": 5056}  # bytes of a generator's state; 16 on other device
 def seeded(seed: Tensor, step: Tensor, rank: int, part: int, device: torch.device) -> Iterator[None]:
     cuda = device.type == "cuda"
     # a graph writes to the host's generator alone
-    with torch.random.fork_rng([device] if cuda and not is_tracing() else _alone() if active_count() > 1 else []):
+    with torch.random.fork_rng([device] if cuda and not is_tracing() else _no_devices() if active_count() > 1 else []):
         if is_tracing():
             state = torch.ops.fshard.seeded(seed, step, rank, part, device)
             with Stream(state, device) as draws, assigned(_STREAM, draws):
@@ -109,7 +108,7 @@ class _OwnDraws(ExitStack):
             self._generator.set_state(self._states.get(seed, torch.get_rng_state()))
 
 
-def _alone() -> list[int]:
+def _no_devices() -> list[int]:
     """Return no devices, for `fork_rng`; RuntimeError if another thread runs a step."""
     if _OWN_DRAWS.get() is None:
         _check_alone()

@@ -36,7 +36,7 @@ def _with_storage(x: Tree) -> Iterator[Tensor]:
     return (row for row in rows if row.numel())
 
 
-def span(storage: torch.UntypedStorage) -> range:
+def address_range(storage: torch.UntypedStorage) -> range:
     """Return a storage's addresses; without memory (meta, fake), its identity as a range."""
     try:
         start = 0 if storage.device.type == "meta" else storage.data_ptr()
@@ -45,14 +45,14 @@ def span(storage: torch.UntypedStorage) -> range:
     return range(start, start + storage.nbytes()) if start else range(storage._cdata, storage._cdata + 1)
 
 
-class Places:
+class MemoryRanges:
     """Address ranges of storages: storages may share memory (torch.from_numpy, DLPack)."""
 
     def __init__(self, held: Tree):
         # of ranges: sorted, disjoint
         self._starts, self._ends = list[int](), list[int]()
         for row in _with_storage(held):
-            self.add(span(row.untyped_storage()))
+            self.add(address_range(row.untyped_storage()))
 
     def add(self, place: range) -> None:
         met = slice(bisect_right(self._ends, place.start), bisect_left(self._starts, place.stop))
@@ -61,16 +61,16 @@ class Places:
             self._ends[met] = [max([place.stop, *self._ends[met]])]
 
     def has(self, x: Tree) -> bool:
-        return any(map(self._meets, (span(row.untyped_storage()) for row in _with_storage(x))))
+        return any(map(self._meets, (address_range(row.untyped_storage()) for row in _with_storage(x))))
 
     def _meets(self, place: range) -> bool:
         first = bisect_right(self._ends, place.start)
         return first < len(self._starts) and self._starts[first] < place.stop
 
 
-def aside(x: Tree, written: Tree) -> Tree:
+def copied_aside(x: Tree, written: Tree) -> Tree:
     """Copy the tensors in `x` that share memory with `written`, which will change."""
-    memory = Places(written)
+    memory = MemoryRanges(written)
     return tree.map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and memory.has(leaf) else leaf, x)
 
 
@@ -96,14 +96,14 @@ def share_elements(x: Tensor, y: Tensor) -> bool:
 def runs_meet(x: Tensor, y: Tensor) -> bool:
     """True if tensors of one storage share a byte."""
     ends = [0, 0]  # of each tensor's runs so far; runs of one tensor may overlap
-    for start, stop, number in sorted((*run, number) for number, z in enumerate((x, y)) for run in _runs(z)):
+    for start, stop, number in sorted((*run, number) for number, z in enumerate((x, y)) for run in _byte_runs(z)):
         if start < ends[1 - number]:
             return True
         ends[number] = max(ends[number], stop)
     return False
 
 
-def _runs(x: Tensor) -> list[tuple[int, int]]:
+def _byte_runs(x: Tensor) -> list[tuple[int, int]]:
     """Return (begin, end) of runs of adjacent bytes."""
     starts, length = [byte_range(x).start], x.itemsize
     for stride, size in sorted((stride * x.itemsize, size) for size, stride in zip(x.shape, x.stride(), strict=True)):
@@ -118,10 +118,10 @@ STEP = 16  # bytes: kernels load 16 at once
 Held = Sequence[tuple[torch.dtype, int]]  # (dtype, number of elements) of packed tensors
 
 
-def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Pack tensors into a flat uint8 tensor, with zeros between them. Dual: `unpack`.
+def pack_bytes(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """Pack tensors into a flat uint8 tensor, with zeros between them. Dual: `unpack_bytes`.
 
-    >>> unpack(pack([torch.ones(1), torch.tensor([2, 3])]), [(torch.float32, 1), (torch.int64, 2)])
+    >>> unpack_bytes(pack_bytes([torch.ones(1), torch.tensor([2, 3])]), [(torch.float32, 1), (torch.int64, 2)])
     [tensor([1.]), tensor([2, 3])]
     """
     parts = list[Tensor]()
@@ -139,7 +139,7 @@ def packed_size(held: Held) -> int:
     return sum(aligned(dtype.itemsize * numel) for dtype, numel in held)
 
 
-def unpack(data: Tensor, held: Held) -> list[Tensor]:
+def unpack_bytes(data: Tensor, held: Held) -> list[Tensor]:
     """Return flat views of `data`."""
     tensors = list[Tensor]()
     for dtype, numel in held:

@@ -22,6 +22,8 @@ Operator: TypeAlias = Any  # its class is private to torch
 # arguments, as modes and tensor subclasses get them
 Args: TypeAlias = tuple[Any, ...]
 Kwargs: TypeAlias = Mapping[str, Any] | None
+Ctx: TypeAlias = Any  # torch's context of a function: forward sets any attributes for backward
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Rerun(Protocol):
@@ -84,7 +86,7 @@ def unhooked() -> Iterator[Sequence[tuple[Callable[..., object], Callable[..., o
 class memo(cached_property[T]):
     """A cached_property without a lock: simulated ranks would wait for the lock, dynamo cannot trace it."""
 
-    def __init__(self, fn: Callable[[Any], T]):
+    def __init__(self, fn: Callable[..., T]):
         super().__init__(fn)
         self.lock = nullcontext()  # private to functools (test_tracing.py)
 
@@ -122,10 +124,10 @@ def _renames(node: Node) -> bool:
     """
     arguments = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
     info = arguments[0].alias_info if len(arguments) == 1 else None
-    return info is not None and _form(node) == _form(node.all_input_nodes[0])
+    return info is not None and _node_form(node) == _node_form(node.all_input_nodes[0])
 
 
-def _form(node: Node) -> object:
+def _node_form(node: Node) -> object:
     x = node.meta["val"]
     return (x.dtype, x.shape, x.layout is torch.strided and x.stride(), x.is_conj(), x.is_neg())
 
@@ -170,7 +172,7 @@ def lead(key: str, functions: Mapping[str, Callable[..., object]]) -> None:
 define("materialize(Tensor x) -> Tensor", torch.clone, torch.empty_like)
 
 
-def copied(x: Tensor) -> Tensor:
+def fresh_copy(x: Tensor) -> Tensor:
     """Return a contiguous copy, aligned to 64 bytes."""
     # a compiler would remove a clone
     if is_tracing():
@@ -181,10 +183,10 @@ def copied(x: Tensor) -> Tensor:
 _UNNAMED = nullcontext()
 
 
-def named(what: str, label: str) -> AbstractContextManager[object]:
+def profiled(what: str, label: str) -> AbstractContextManager[object]:
     """Return a block named `fshard.<what> <label>` in profiles.
 
-    >>> with named("all_gather", "blocks.0"):
+    >>> with profiled("all_gather", "blocks.0"):
     ...     pass
     """
     # private: `record_function` costs 2 us even without a profiler (test_profiling.py)

@@ -36,7 +36,7 @@ Spec = optree.PyTreeSpec
 Metadata: TypeAlias = Hashable | None  # compared as part of the structure
 T = TypeVar("T")
 # files of the frames from `map_tops` to the function it is given
-CODE = (__file__, os.path.dirname(optree.__file__))
+MAP_CODE = (__file__, os.path.dirname(optree.__file__))
 
 
 def _mirror(kind: type) -> None:
@@ -263,7 +263,7 @@ def register_stand_in(cls: type, of: Callable[[Tree], Tree]) -> None:
 
     def flatten_with_keys(x: Tree) -> tuple[list[tuple[pytree.KeyEntry, Tree]], Metadata]:
         children, spec, names = ordered(x)
-        keys: Any = pytree.MappingKey if isinstance(x, dict) else _key
+        keys: Callable[..., pytree.KeyEntry] = pytree.MappingKey if isinstance(x, dict) else _key
         return [*zip(map(keys, names or ()), children, strict=True)], spec
 
     ordered = flatten_in(_NAMESPACE)
@@ -279,7 +279,7 @@ def register_stand_in(cls: type, of: Callable[[Tree], Tree]) -> None:
     optree.register_pytree_node(cls, flatten_in(""), unflatten_in, namespace=everywhere)
 
 
-def _key(name: Any) -> pytree.KeyEntry:
+def _key(name: int | str) -> pytree.KeyEntry:
     return pytree.SequenceKey(name) if isinstance(name, int) else pytree.GetAttrKey(name)
 
 
@@ -325,7 +325,7 @@ def register_fields(
 
 
 def _check_fields(cls: type, children: Sequence[str], metadata: Sequence[str]) -> None:
-    known, named = _fields(cls), [*children, *metadata]
+    known, named = _field_names(cls), [*children, *metadata]
     here = f"register_fields({cls.__name__})"
     if twice := [name for name in dict.fromkeys(named) if named.count(name) > 1]:
         raise ValueError(f"{here}: expected each name once, as a child or as metadata, got {twice[0]!r} twice")
@@ -338,7 +338,7 @@ def _check_fields(cls: type, children: Sequence[str], metadata: Sequence[str]) -
         raise ValueError(f"{here}: expected names of fields, {known}, got {unknown[0]!r}")
 
 
-def _fields(cls: type) -> list[str]:
+def _field_names(cls: type) -> list[str]:
     if is_dataclass(cls):
         return [field.name for field in dataclass_fields(cls)]
     bases = cls.__mro__[::-1]
@@ -354,7 +354,7 @@ def give_away(tree: Tree) -> None:
             node.give_away()
 
 
-def constant(cls: type[T]) -> type[T]:
+def register_constant(cls: type[T]) -> type[T]:
     """Register immutable values as constants for torch.compile."""
     # Private: by this attribute dynamo knows a frozen dataclass, would rebuild it from its fields, and fail
     if "__dataclass_params__" in vars(cls):

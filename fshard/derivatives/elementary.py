@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 from ..core.tracing import Args, Kwargs, Operator
 
 _Outputs = Tensor | tuple[Tensor, ...]
-_aten = torch.ops.aten  # graphs call these
+aten = torch.ops.aten  # graphs call these
 _LAYER_NORMS = {
-    *(functional.layer_norm, torch.layer_norm, _aten.layer_norm, _aten.layer_norm.default),
-    *(torch.native_layer_norm, _aten.native_layer_norm, _aten.native_layer_norm.default),
+    *(functional.layer_norm, torch.layer_norm, aten.layer_norm, aten.layer_norm.default),
+    *(torch.native_layer_norm, aten.native_layer_norm, aten.native_layer_norm.default),
 }
 _WRONG = re.compile(
     r"(layer|instance)_norm|batch_norm(?!.*no_training)|(linalg_|^)(det|slogdet|logdet|solve)$"

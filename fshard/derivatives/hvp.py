@@ -20,8 +20,8 @@ from ..core.losses import Mean, added, read_loss, terms_of
 from ..core.tracing import RERUN
 from ..core.tree import Tree
 from ..grad.autograd import SavedTensor
-from ..grad.grad import check_loss, check_sharded, later_grads, run
-from ..grad.tape import Leaves, Tape
+from ..grad.grad import check_loss, check_sharded, later_grads, run_loss
+from ..grad.tape import Tape, UnitLeaves
 from ..grad.travel import Gradients
 from ..sharding.schedule import schedule
 from ..sharding.sharded import Sharded
@@ -53,7 +53,7 @@ class _Duals(Tape):
             self._levels = levels
         return super().view()
 
-    def touch(self, unit: int) -> Leaves:
+    def touch(self, unit: int) -> UnitLeaves:
         if (reads := RERUN.get()) is not None:
             return reads.unit(self, unit)
         leaves, tangents = list(super().touch(unit)), self._tangents.touch(unit)
@@ -113,7 +113,7 @@ def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
             return changes[0]
         remaining = iter(counts)
         terms = [replace(x, total=change) for x, change in zip(terms_of(loss), changes, strict=True)]
-        return added([replace(x, count=_constant(next(remaining))) if _has_tensor(x) else x for x in terms])
+        return added([replace(x, count=_constant_count(next(remaining))) if _has_tensor(x) else x for x in terms])
 
     def fn(params: Sharded, v: Sharded, *args: Tree) -> Sharded:
         params, v = check_sharded(params), check_sharded(v)
@@ -121,7 +121,7 @@ def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
         product = later_grads(params, params.plan.grads_over)
         into = Gradients(product) if params.plan.axes else Gradients(None, product)
         tape = _Duals(params, v.trainable, into, tree.nodes(args, Sharded))
-        run(along, params, args, into, tape=tape)
+        run_loss(along, params, args, into, tape=tape)
         return product()
 
     return fn
@@ -131,7 +131,7 @@ def _has_tensor(x: Tree) -> bool:
     return isinstance(x, Mean) and isinstance(x.count, Tensor)
 
 
-def _constant(count: Tensor) -> Tensor:
+def _constant_count(count: Tensor) -> Tensor:
     """ValueError if the count has a derivative: the product would lack it."""
     if count.requires_grad:
         raise ValueError(

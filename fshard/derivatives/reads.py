@@ -39,8 +39,8 @@ _functorch = torch._C._functorch
 _IN_PLACE = re.compile(r"[^_]_$|^__(setitem|i\w+)__$")  # functions writing to their first argument
 _CUTS = {Tensor.detach, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
 Positions = dict[Hashable, range]
-Known = dict[int, weakref.ref[Tensor]]  # by `id`
-Constants = dict[int, tuple[weakref.ref[Tensor], int | None]]
+KnownTensors = dict[int, weakref.ref[Tensor]]  # by `id`
+MadeTensors = dict[int, tuple[weakref.ref[Tensor], int | None]]
 _AS_ARGUMENT = "give it to the function as an argument"
 
 
@@ -55,17 +55,17 @@ class Reads(TorchFunctionMode):
         self.outer = outer  # reads of a function around this one
         self.depth = _functorch.current_level() if func_levels.inside() else 0  # levels of torch.func around the run
         # tensors from outside with `writes`; after the run also tensors made by the run
-        self.constants: Constants = {}
-        self.made: Known = {}
+        self.constants: MadeTensors = {}
+        self.made: KnownTensors = {}
         self._memory = set[int]()  # addresses of tensors made in torch.func, some by no operator
-        self._watched: Known = {}  # tensors computed from inputs with derivatives
+        self._watched: KnownTensors = {}  # tensors computed from inputs with derivatives
         for x in self.given:
             self._add(x)
         # by generator: a function to restore the state before the run
         self.generators: dict[Place, Callable[[], object]] = {}
         self._shown: dict[Tape, Shown | None] = {}
 
-    def run(self, fn: Callable[[], Any]) -> Any:
+    def run(self, fn: Callable[[], object]) -> object:
         """Run `fn`; then restore containers read before."""
         with assigned(RERUN, self), self:
             try:
@@ -95,7 +95,7 @@ class Reads(TorchFunctionMode):
     def _gather(self, tape: Tape, number: int) -> None:
         refuse_other_reads()
 
-    def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> Any:
+    def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         if RERUN.get() is not self:  # an inner `remat` runs
             return func(*args, **(kwargs or {}))
         args, kwargs = self._replaced(args), self._replaced(kwargs or {})
@@ -134,7 +134,7 @@ class Reads(TorchFunctionMode):
     def _is_made(self, x: Tensor) -> bool:
         return _knows(self.made, x) or bool(self._memory and _memory(x) in self._memory)
 
-    def _living(self) -> Constants:
+    def _living(self) -> MadeTensors:
         return {n: (ref, writes(func_levels.unwrapped(x))) for n, ref in self.made.items() if (x := ref()) is not None}
 
     def _replaced(self, x: Any) -> Any:
@@ -235,7 +235,7 @@ class FirstReads(Reads):
                 )
             self._watched |= {id(x): self.made[id(x)] for x in (target, base) if _knows(self.made, x)}
 
-    def end(self, others: Sequence[object]) -> tuple[Positions, Constants, bool]:
+    def end(self, others: Sequence[object]) -> tuple[Positions, MadeTensors, bool]:
         """Return (positions, constants, is_blind) for later runs. `is_blind`: modes missed some tensors.
 
         Before the call, drop all results but `others`, the results without derivatives.
@@ -274,7 +274,7 @@ class FirstReads(Reads):
 class SecondReads(Reads):
     """A later run."""
 
-    def __init__(self, inputs: Sequence[Tensor], positions: Positions, constants: Constants, is_blind: bool):
+    def __init__(self, inputs: Sequence[Tensor], positions: Positions, constants: MadeTensors, is_blind: bool):
         super().__init__(inputs)
         self.positions, self.constants, self._is_blind = positions, constants, is_blind
         self._seen = set[Hashable]()
@@ -309,7 +309,7 @@ def refuse_other_reads() -> NoReturn:
     )
 
 
-def _knows(known: Known, x: Tensor) -> bool:
+def _knows(known: KnownTensors, x: Tensor) -> bool:
     return _is_at(known.get(id(x)), x)
 
 
@@ -322,7 +322,7 @@ def _passes(x: Tensor) -> bool:
     return getattr(x, "of_call", False) or (isinstance(x, FakeTensor) and not is_tracing())
 
 
-def _tensors(x: Any) -> Iterator[Tensor]:
+def _tensors(x: object) -> Iterator[Tensor]:
     if isinstance(x, Tensor):
         yield x
     elif isinstance(x, (tuple, list, dict)):
@@ -334,7 +334,7 @@ def _form(x: Tensor) -> str:
     return f"a {x.dtype} tensor of shape {list(x.shape)}"
 
 
-def _levels(x: Tensor) -> Iterator[Tensor]:
+def _tensor_levels(x: Tensor) -> Iterator[Tensor]:
     yield x
     while func_levels.is_wrapped(x):
         x = _functorch.get_unwrapped(x)
@@ -352,7 +352,7 @@ def is_active(x: Tensor) -> bool:
         return False
     # `unseen`, as a trace would take unknown values in a scan's body for constants
     with unseen() if is_tracing() else nullcontext(), func_levels.aside() as levels:
-        for y in _levels(x):
+        for y in _tensor_levels(x):
             level = _functorch.maybe_get_level(y)
             with func_levels.again(levels[len(levels) - level :] if level > 0 else ()):
                 # Tensor's getter: a module's parameter always claims to require a gradient

@@ -33,13 +33,12 @@ from ..core.arguments import expect
 from ..core.lazy import Branch
 from ..core.random import bookmark
 from ..core.storage import address, is_inexact, share_elements
-from ..core.tracing import RERUN, assigned
+from ..core.tracing import RERUN, Ctx, assigned
 from ..core.tree import Tree
 from .reads import FirstReads, Reads, SecondReads, is_active, stripped
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Ctx = Any
 _Again = Callable[..., tuple[Tensor, ...]]
 _Tensors = Sequence[Tensor]
 _Levels = Sequence[tuple[object, ...]]  # of torch.func
@@ -84,7 +83,7 @@ def remat(fn: Callable[P, R]) -> Callable[P, R]:
 _TENSOR = object()  # stands for a tensor among leaves
 
 
-def _rematerialized(fn: Callable[..., R], args: Any, kwargs: Any, outer: Reads | None) -> R:
+def _rematerialized(fn: Callable[..., R], args: Tree, kwargs: Tree, outer: Reads | None) -> R:
     leaves, spec = tree.tops((args, kwargs), Branch), tree.structure_above((args, kwargs), Branch)
     reads = FirstReads([x for x in leaves if isinstance(x, Tensor)], outer)
     call = _Rematerialized(fn, spec, leaves, reads)
@@ -185,11 +184,11 @@ def _drawn_once(again: _Again, levels: _Levels, inputs: Sequence[Tensor]) -> tup
             return _drawn_once(again, levels, inputs)
     flat, dims = unwrap_batched(inputs, top.level())
     with top.lower():
-        results = _drawn_once(_mapped(again, top.batch_size(), dims, "same"), levels, flat)
+        results = _drawn_once(_vmapped(again, top.batch_size(), dims, "same"), levels, flat)
     return wrap_batched(results, (0,) * len(results), top.level())
 
 
-def _mapped(again: _Again, size: int, dims: Sequence[int | None], randomness: str) -> _Again:
+def _vmapped(again: _Again, size: int, dims: Sequence[int | None], randomness: str) -> _Again:
     def mapped(*inputs: Tensor) -> tuple[Tensor, ...]:
         rows = torch.empty(size, 0, dtype=torch.float32, device="cpu")  # vmap's batch size
         return torch.func.vmap(lambda _, *x: again(*x), (0, *dims), randomness=randomness)(rows, *inputs)
@@ -241,13 +240,13 @@ class _Rules(torch.autograd.Function):
             return _ruled(later, ctx.levels, tensors, now)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], again: _Again, levels: _Levels, num: int, *tensors: Tensor) -> Any:
+    def vmap(info: Any, in_dims: tuple[Any, ...], again: _Again, levels: _Levels, num: int, *tensors: Tensor) -> object:
         dims, size = in_dims[_NUM_OTHERS:], info.batch_size
         pairs = zip(tensors[:num], dims, strict=False)
         results = [x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in pairs]
         around = _levels()
         was_there = ("Vmap", len(around) + 1, info.randomness) in levels
-        mapped = _mapped(again, size, dims[num:], info.randomness if was_there else "same")
+        mapped = _vmapped(again, size, dims[num:], info.randomness if was_there else "same")
         levels = [level for level in levels if level in around]
         return _Rules.apply(mapped, levels, num, *results, *tensors[num:]), (0,) * num
 
@@ -256,7 +255,7 @@ def _address(x: Tensor) -> int:
     return address(x) if x.layout is torch.strided else id(x)
 
 
-def _leaf(x: Tensor) -> Tensor:
+def _new_leaf(x: Tensor) -> Tensor:
     """Return a new leaf, even if `x` is given twice. `detach` would drop a tangent."""
     return (x.view_as(x) if x.requires_grad or x.layout is torch.strided else x.detach()).requires_grad_()
 
@@ -272,7 +271,7 @@ def _pull(again: _Again, which: Sequence[int], used: Sequence[int], num: int) ->
         # torch.func is slower, and refuses torch.utils.checkpoint
         with torch.enable_grad():
             is_differentiated = any(x.requires_grad for x in tensors)
-            leaves = [_leaf(inputs[n]) for n in which]
+            leaves = [_new_leaf(inputs[n]) for n in which]
             outs = _part(again, inputs, which, used)(*leaves)
             depends = [(x, grad) for x, grad in zip(outs, grads, strict=True) if x.requires_grad]
         if not depends:

@@ -13,7 +13,7 @@ from ..core.tree import Tree
 from ..grad.grad import check_sharded, empty_grads
 from ..layout.pieces import Unreduced
 from ..plan.plan import check_plain
-from ..sharding.sharded import Sharded, pack
+from ..sharding.sharded import Sharded, pack_shard
 
 
 def unreduced(grads: Tree, params: Sharded) -> Unreduced:
@@ -45,18 +45,18 @@ def unreduced(grads: Tree, params: Sharded) -> Unreduced:
             "other leaves, or summands, cannot be told. Take them with value_and_grad(loss, reduce=False)"
         )
     by_name = dict(tree.paths_to(grads, torch.Tensor))
-    if errors := [*_differences(params, by_name)]:
+    if errors := [*_leaf_differences(params, by_name)]:
         raise ValueError("unreduced: " + "; ".join(errors))
     local = empty_grads(params, (), local=True)  # (n,) for each trainable kind
     for place, row in local.view.rows.items():
         out = local.shard(*place)
         given = {slot: [by_name[name] for name in names[slot] if name in by_name] for slot in row.leaves}
         sums = {slot: reduce(torch.add, [x.to(out.dtype) for x in of_leaf]) for slot, of_leaf in given.items()}
-        pack(sums, plan, row, out)
+        pack_shard(sums, plan, row, out)
     return Unreduced(local)
 
 
-def _differences(params: Sharded, grads: Mapping[str, object]) -> Iterator[str]:
+def _leaf_differences(params: Sharded, grads: Mapping[str, object]) -> Iterator[str]:
     wanted = params.trainable.view.wanted().values()
     known, trained = ({name for tied in x.view.names().values() for name in tied} for x in (params, params.trainable))
     if missing := [leaf.names[0] for leaf in wanted if not any(name in grads for name in leaf.names)]:

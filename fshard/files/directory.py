@@ -24,7 +24,7 @@ LAST_STEP = 10**12
 _STEP = re.compile(r"step-([0-9]{12})")
 
 
-def at(directory: str | os.PathLike[str]) -> Folder:
+def dir_at(directory: str | os.PathLike[str]) -> Folder:
     check_path("dir", directory, "the path of a directory")
     return folder_of(directory)
 
@@ -46,7 +46,7 @@ def delete(dir: str | os.PathLike[str], step: int) -> None:
     ...     fshard.checkpoint.steps(dir)
     []
     """
-    place = at(dir)
+    place = dir_at(dir)
     if not folder(place, step).has(INDEX):
         raise CheckpointError(no_checkpoint(place, step))
     remove(place, step)

@@ -15,7 +15,7 @@ MOST_BYTES = 1 << 27  # bytes of one text
 MOST_MEMORY = 1 << 30  # bytes of the objects of one text or pickle
 MOST_OPERATIONS = 1 << 24  # of a pickle: torch's `.metadata` has 70 for a chunk, and reaches MOST_MEMORY first
 MOST_ITEMS = 400_000  # leaves, tensors, values or files of one text
-_LONGEST = 10_000  # characters of an error
+_LONGEST_ERROR = 10_000  # characters of an error
 # bytes of memory, at most, for each such character of JSON (measured by `test_foreign.py`)
 _MEMORY = {b",": 64, b":": 200, b"[": 96, b"{": 160}
 
@@ -64,14 +64,14 @@ def parsed(text: bytes, where: object, what: str = "it") -> dict[str, Any]:
     {'a': [1, 2]}
     """
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
         values = dict(pairs)
         require(len(values) <= MOST_ITEMS, f"{len(values):,} names in one object: expected at most {MOST_ITEMS:,}")
         require(len(values) == len(pairs), "a name comes twice")
         return values
 
     check_size(len(text), where)
-    if (memory := _memory(text)) > MOST_MEMORY:
+    if (memory := _memory_of_text(text)) > MOST_MEMORY:
         raise ValueError(f"{where}: {what} may take {memory:,} bytes of memory: expected at most {MOST_MEMORY:,}")
     try:
         value = json.loads(text.decode(), object_pairs_hook=once)
@@ -82,7 +82,7 @@ def parsed(text: bytes, where: object, what: str = "it") -> dict[str, Any]:
     return value
 
 
-def _memory(text: bytes) -> int:
+def _memory_of_text(text: bytes) -> int:
     """Return the most bytes that a JSON text's objects may take."""
     # one wide character makes all characters of a string take 4 bytes
     per_byte = 3 if text.isascii() and b"\\u" not in text else 9
@@ -117,6 +117,6 @@ def legible() -> Iterator[None]:
         cause: BaseException | None = error  # tracebacks show the causes' texts, too
         while cause is not None:
             if isinstance(cause, ValueError):
-                cause.args = (printable(cause, _LONGEST),)
+                cause.args = (printable(cause, _LONGEST_ERROR),)
             cause = cause.__cause__ or cause.__context__
         raise

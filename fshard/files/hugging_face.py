@@ -57,10 +57,10 @@ def indexed(raw: Json, index: object, read: Callable[[str], dict[str, FileEntry]
     return entries
 
 
-Leaf = tuple[str, tuple[int, ...], torch.dtype]  # name in the file, shape, dtype
+LeafInFile = tuple[str, tuple[int, ...], torch.dtype]  # name in the file, shape, dtype
 
 
-def new_files(folder: Path, groups: Sequence[Sequence[Leaf]]) -> dict[str, FileEntry]:
+def new_files(folder: Path, groups: Sequence[Sequence[LeafInFile]]) -> dict[str, FileEntry]:
     """Make a file for each group of leaves, under a temporary name; return each leaf's entry."""
     folder.mkdir(parents=True, exist_ok=True)
     remove_partial(folder)  # left by a killed save
@@ -88,7 +88,7 @@ def _free_names(folder: Path, num_files: int) -> list[str]:
     return next(names for names in choices if not any((folder / name).exists() for name in names))
 
 
-def put(entry: FileEntry, value: Tensor) -> None:
+def put_in_file(entry: FileEntry, value: Tensor) -> None:
     with naming(entry.file), open(entry.file, "r+b") as file:
         write_tensor(file, entry.start, value)
 

@@ -160,19 +160,19 @@ def _index(raw: Json) -> Index:
     values = _field(raw, "values", dict)
     for name, value in values.items():
         require(isinstance(value, bool | int | float | str), f"{name!r}: expected a tensor, a number or a string")
-    _check_apart(leaves)
+    _check_pieces_apart(leaves)
     _check_names(by_rank, ranks, leaves, values)
     threads = _count(raw.get("threads", 0))  # older checkpoints lack the field
     return Index(step, ranks, tuple(plans), files, leaves, values, frozenset(by_rank), threads=threads)
 
 
-_KINDS = {str: "a string", int: "a whole number", list: "a list", dict: "an object"}
+_JSON_KINDS = {str: "a string", int: "a whole number", list: "a list", dict: "an object"}
 
 
 def _field(raw: Json, key: str, kind: type) -> Json:
     value = raw.get(key) if isinstance(raw, dict) else None
     if type(value) is not kind:  # for isinstance, True is an int
-        raise ValueError(f"{key}: expected {_KINDS[kind]}, got {reprlib.repr(value)}")
+        raise ValueError(f"{key}: expected {_JSON_KINDS[kind]}, got {reprlib.repr(value)}")
     return value
 
 
@@ -188,7 +188,7 @@ def _entry(name: str, raw: Json, files: Mapping[str, int]) -> IndexEntry:
         require(kind in DTYPES, f"expected one of the dtypes of safetensors, got {reprlib.repr(kind)}")
         dtype, shape = DTYPES[kind], tuple(map(_count, _field(raw, "shape", list)))
         pieces = map(read_piece, _field(raw, "pieces", list))
-        order = _order(raw.get("order", []), shape)
+        order = _stored_order(raw.get("order", []), shape)
         entry = IndexEntry(shape, dtype, in_order(pieces, _numel(shape), "its pieces"), order)
         for piece in entry.pieces:
             _check_piece(piece, piece.numel * dtype.itemsize, files)
@@ -212,7 +212,7 @@ def _of_version_2(name: str, entry: IndexEntry, ranks: int) -> IndexEntry:
     return entry
 
 
-def _order(raw: Json, shape: Sequence[int]) -> tuple[int, ...]:
+def _stored_order(raw: Json, shape: Sequence[int]) -> tuple[int, ...]:
     text = f"order: expected [dim] or [dim, blocks, parts] for shape {shape!r:.100}, got {reprlib.repr(raw)}"
     require(isinstance(raw, list) and len(raw) in (0, 1, 3), text)
     if raw:
@@ -240,7 +240,7 @@ def _check_piece(piece: Piece, num_bytes: int, files: Mapping[str, int]) -> None
         raise ValueError(f"expected a checksum of each {CHUNK} bytes, got {len(piece.checksums)} for {num_bytes} bytes")
 
 
-def _check_apart(leaves: Mapping[str, IndexEntry]) -> None:
+def _check_pieces_apart(leaves: Mapping[str, IndexEntry]) -> None:
     """ValueError if two pieces share a byte of a file."""
     pieces = ((piece, entry.dtype.itemsize, name) for name, entry in leaves.items() for piece in entry.pieces)
     spans = sorted((x.file, x.offset, x.offset + x.numel * itemsize, name) for x, itemsize, name in pieces)

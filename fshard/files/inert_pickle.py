@@ -62,7 +62,7 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(BytesIO(program))
         self._names = names
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         full_name = f"{module}.{name}"
         if full_name not in self._names and full_name != _DICT:
             raise ValueError(
@@ -141,7 +141,7 @@ def _require(condition: object, otherwise: str) -> None:
 
 
 # bytes of memory, at most, for an operation, with its entries in a dict or the memo
-_MEMORY = {
+_MEMORY_BY_OPCODE = {
     **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE", "GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ"), 160),
     "EMPTY_DICT": 160,
     **dict.fromkeys(("EMPTY_LIST", "MARK", "MEMOIZE", "BINPUT", "LONG_BINPUT"), 80),
@@ -158,8 +158,8 @@ _BY_CODE: dict[bytes, tuple[Callable[[BytesIO], Plain] | None, int, bytes | None
         _READERS.get(operation.name, operation.arg.reader if operation.arg and operation.arg.n < 0 else None),
         max(operation.arg.n, 0) if operation.arg else 0,
         _INSTEAD.get(operation.name),
-        _MEMORY[operation.name],
+        _MEMORY_BY_OPCODE[operation.name],
     )
     for operation in opcodes
-    if operation.name in _MEMORY
+    if operation.name in _MEMORY_BY_OPCODE
 }

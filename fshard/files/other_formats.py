@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import add
 from pathlib import Path
-from typing import Any
 
 from .boxes import MOST_RUNS, num_runs, runs_of
 from .directory import finished, read_all
@@ -20,7 +19,7 @@ from .hugging_face import FILE, indexed
 from .hugging_face import INDEX as FILES
 from .index import CheckpointError, Index, IndexEntry, Piece, in_order
 from .safetensors_file import PICKLES, FileEntry, are_counts, read_header
-from .torch_dcp import METADATA, index_of_dcp
+from .torch_dcp import METADATA_FILE, index_of_dcp
 
 DCP, SAFETENSORS = "torch.distributed.checkpoint", "safetensors"
 # files of torch's HuggingFaceStorageWriter(save_distributed=True): metadata has each box's offsets in its tensor
@@ -45,7 +44,7 @@ def format_at(path: str | os.PathLike[str], place: Folder) -> str:
     if finished(place):
         return ""
     names = place.names()
-    for name, kind in ((METADATA, DCP), (FILE, SAFETENSORS), (FILES, SAFETENSORS)):
+    for name, kind in ((METADATA_FILE, DCP), (FILE, SAFETENSORS), (FILES, SAFETENSORS)):
         if place.has(name):
             return kind
         if name in names:
@@ -69,7 +68,7 @@ def source_at(path: str | os.PathLike[str], place: Folder, kind: str) -> Checkpo
         return Checkpoint(f"{place}", place, index, hashlib.sha256(data).hexdigest())
     folder = folder_of(Path(path).parent) if os.path.isfile(path) else place
     try:
-        index = _index(_chunks_at(Path(path), folder))
+        index = _index_of_chunks(_chunks_at(Path(path), folder))
     except (OSError, ValueError) as error:  # the errors' texts begin with the path
         raise CheckpointError(str(error)) from error
     lines = [f"{name!r}: {entry}" for name, entry in index.leaves.items()]
@@ -95,7 +94,7 @@ def _chunks_at(path: Path, folder: Folder) -> Iterator[_Chunk]:
             yield from _chunks(folder, name)
 
 
-def header_of(folder: Folder, name: str) -> tuple[dict[str, FileEntry], dict[str, Any]]:
+def header_of(folder: Folder, name: str) -> tuple[dict[str, FileEntry], dict[str, object]]:
     with folder.open(name) as file:
         return read_header(file, Path(f"{folder}/{name}"))
 
@@ -113,7 +112,7 @@ def _chunks(folder: Folder, name: str) -> Iterator[_Chunk]:
         yield x, tuple(offsets)
 
 
-def _index(chunks: Iterable[_Chunk]) -> Index:
+def _index_of_chunks(chunks: Iterable[_Chunk]) -> Index:
     by_name = dict[str, list[_Chunk]]()
     for chunk in chunks:
         by_name.setdefault(chunk[0].name, []).append(chunk)

@@ -21,7 +21,7 @@ from .foreign import require
 # Note [Objects appear whole]
 OBJECT_STORES = {"abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "s3", "s3a", "tos"}
 # fsspec's errors often have no errno
-_NUMBERS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, TimeoutError: errno.ETIMEDOUT}
+_ERRNO_OF = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, TimeoutError: errno.ETIMEDOUT}
 
 
 class RemoteFolder:
@@ -139,7 +139,7 @@ def _naming(url: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and error.errno:
             raise OSError(error.errno, error.strerror, url) from error
-        number = next((number for kind, number in _NUMBERS.items() if isinstance(error, kind)), errno.EIO)
+        number = next((number for kind, number in _ERRNO_OF.items() if isinstance(error, kind)), errno.EIO)
         raise OSError(number, f"{type(error).__name__}: {error}", url) from error
 
 

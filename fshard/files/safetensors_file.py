@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedIOBase, FileIO
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -118,7 +118,7 @@ def read_entries(path: Path) -> dict[str, FileEntry]:
         return read_header(LocalReader(file), path)[0]
 
 
-def read_header(file: Reader, path: Path) -> tuple[dict[str, FileEntry], dict[str, Any]]:
+def read_header(file: Reader, path: Path) -> tuple[dict[str, FileEntry], dict[str, object]]:
     """Return the tensors and the metadata of a file. ValueError if it is in another format or not whole."""
     first, size = read_bytes(file, 0, 8), file.size
     length = int.from_bytes(first, "little")
@@ -138,7 +138,7 @@ def read_header(file: Reader, path: Path) -> tuple[dict[str, FileEntry], dict[st
     return {x.name: x for x in entries}, metadata if isinstance(metadata, dict) else {}
 
 
-def _entries(forms: Mapping[str, Any], begin: int, path: Path) -> list[FileEntry]:
+def _entries(forms: Mapping[str, object], begin: int, path: Path) -> list[FileEntry]:
     entries = []
     for name, form in forms.items():
         fields = form if isinstance(form, dict) else {}

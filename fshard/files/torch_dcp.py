@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Any
 
 import torch
 
@@ -30,11 +29,11 @@ from .inert_pickle import PERSISTENT, PickleRecord, Plain, read_pickle
 from .safetensors_file import NAMES
 from .zip_item import ZipItem
 
-METADATA = ".metadata"
+METADATA_FILE = ".metadata"
 _MOST_VALUES = 1 << 18  # numbers and strings of all items, together
 _MOST_DIMS = 64  # of a tensor, as in torch
 _DEEPEST = 32  # levels of lists within lists
-_LONGEST = 4096  # characters of a name
+_LONGEST_FQN = 4096  # characters of a name
 
 _OURS = "torch.distributed.checkpoint.metadata."
 _STORAGES = {
@@ -52,7 +51,7 @@ _STORAGES = {
     "ComplexDouble": torch.complex128,
 }
 _STORAGE_DTYPES = {f"torch.{name}Storage": dtype for name, dtype in _STORAGES.items()}
-_DTYPES = {str(dtype): dtype for dtype in NAMES}  # "torch.float32"
+_DTYPE_OF = {str(dtype): dtype for dtype in NAMES}  # "torch.float32"
 READABLE = {*_STORAGES.values(), *NAMES}  # dtypes
 # names in torch's pickles; private names are a part of the format
 _OF_METADATA = {
@@ -63,7 +62,7 @@ _OF_METADATA = {
     "torch.serialization._get_layout",
     "torch.Size",
     *(f"pathlib.{module}{kind}Path" for module in ("", "_local.") for kind in ("Posix", "Windows")),
-    *_DTYPES,
+    *_DTYPE_OF,
 }
 OF_TENSOR = {
     "torch._utils._rebuild_tensor_v2",
@@ -72,7 +71,7 @@ OF_TENSOR = {
     "collections.OrderedDict",
     PERSISTENT,
     *_STORAGE_DTYPES,
-    *_DTYPES,
+    *_DTYPE_OF,
 }
 
 
@@ -93,26 +92,26 @@ def index_of_dcp(place: Folder) -> tuple[Index, bytes]:
     torch pickles each object that is no tensor. Numbers and strings in such an object become values, named by
     path; other objects are left out.
     """
-    where = f"{place}/{METADATA}"
+    where = f"{place}/{METADATA_FILE}"
     try:
-        text = read_all(place, METADATA)
+        text = read_all(place, METADATA_FILE)
     except OSError as error:
         raise CheckpointError(f"{where}: {error}") from error
-    with _naming(where):
-        fields = _fields(read_pickle(text, _OF_METADATA), f"{_OURS}Metadata")
+    with _naming_damage(where):
+        fields = _record_fields(read_pickle(text, _OF_METADATA), f"{_OURS}Metadata")
         items = _items(fields.get("storage_data"))
         leaves, others = _leaves(fields["state_dict_metadata"], items)
     values, left_out = dict[str, Json](), dict[str, str]()
     for name in others:
         try:
-            values |= _flat(name, _value(place, *items[name, None]), _MOST_VALUES - len(values))
+            values |= _flat_values(name, _pickled_value(place, *items[name, None]), _MOST_VALUES - len(values))
         except CheckpointError as error:
             left_out[name] = str(error)
     return Index(0, 0, (), {}, leaves, values, left_out=left_out), text
 
 
 @contextmanager
-def _naming(where: str) -> Iterator[None]:
+def _naming_damage(where: str) -> Iterator[None]:
     """Turn errors of damaged data into CheckpointErrors, beginning with `where`."""
     try:
         yield
@@ -124,12 +123,12 @@ def _naming(where: str) -> Iterator[None]:
         raise CheckpointError(f"{where}: {error}") from error
 
 
-def _fields(record: Plain, name: str) -> dict[str, Plain]:
+def _record_fields(record: Plain, name: str) -> dict[str, Plain]:
     require(type(record) is PickleRecord and record.name == name, f"expected {name}, got {_kind(record)}")
     return _expect(record.state, dict, name)
 
 
-def _expect(x: Plain, kind: type, name: str) -> Any:
+def _expect(x: Plain, kind: type, name: str) -> Plain:
     require(isinstance(x, kind), f"{name}: expected {kind.__name__}, got {_kind(x)}")
     return x
 
@@ -157,11 +156,11 @@ _Items = dict[tuple[str, tuple[int, ...] | None], _Item]  # by name and offsets 
 def _items(storage_data: Plain) -> _Items:
     items, by_file = _Items(), dict[str, list[tuple[int, int]]]()
     for key, info in _expect(storage_data, dict, "storage_data").items():
-        index = _fields(key, f"{_OURS}MetadataIndex")
+        index = _record_fields(key, f"{_OURS}MetadataIndex")
         name = _expect(index["fqn"], str, "a name")
-        fields = _fields(info, "torch.distributed.checkpoint.filesystem._StorageInfo")
+        fields = _record_fields(info, "torch.distributed.checkpoint.filesystem._StorageInfo")
         file = _expect(fields["relative_path"], str, f"{name!r}: relative_path")
-        require(is_file_name(file), f"expected the name of a file beside {METADATA}, got {file[:80]!r}")
+        require(is_file_name(file), f"expected the name of a file beside {METADATA_FILE}, got {file[:80]!r}")
         offset, length = _counts((fields["offset"], fields["length"]), f"{name!r}: offset and length")
         if fields.get("transform_descriptors"):
             raise ValueError(f"{name!r}: its bytes were transformed when they were written, as by compression")
@@ -181,11 +180,11 @@ def _leaves(forms: Plain, items: _Items) -> tuple[dict[str, IndexEntry], list[st
             require((name, None) in items, f"{name!r}: no file has it")
             others.append(name)
             continue
-        fields = _fields(form, f"{_OURS}TensorStorageMetadata")
-        shape, dtype = _counts(fields["size"], f"{name!r}: size"), _dtype(name, fields["properties"])
+        fields = _record_fields(form, f"{_OURS}TensorStorageMetadata")
+        shape, dtype = _counts(fields["size"], f"{name!r}: size"), _dtype_of_record(name, fields["properties"])
         runs = list[ChunkRun]()
         for chunk in _expect(fields["chunks"], list, f"{name!r}: chunks"):
-            box = _fields(chunk, f"{_OURS}ChunkStorageMetadata")
+            box = _record_fields(chunk, f"{_OURS}ChunkStorageMetadata")
             offsets, sizes = (_counts(box[key], f"{name!r}: {key}") for key in ("offsets", "sizes"))
             if not math.prod(sizes):
                 continue  # the chunk of a rank without elements
@@ -200,13 +199,13 @@ def _leaves(forms: Plain, items: _Items) -> tuple[dict[str, IndexEntry], list[st
     return leaves, others
 
 
-def _dtype(name: str, properties: Plain) -> torch.dtype:
+def _dtype_of_record(name: str, properties: Plain) -> torch.dtype:
     record = _expect(properties, PickleRecord, f"{name!r}: properties")
     state = _expect(record.state, tuple, f"{name!r}: properties")
     require(record.name == f"{_OURS}TensorProperties" and len(state) >= 5, f"{name!r}: properties of another form")
     dtype = _expect(state[0], PickleRecord, f"{name!r}: dtype")
-    require(dtype.name in _DTYPES, f"{name!r}: expected one of the dtypes of safetensors, got {dtype.name}")
-    return _DTYPES[dtype.name]
+    require(dtype.name in _DTYPE_OF, f"{name!r}: expected one of the dtypes of safetensors, got {dtype.name}")
+    return _DTYPE_OF[dtype.name]
 
 
 def located(place: Folder, pieces: Sequence[Piece]) -> list[Piece]:
@@ -215,11 +214,11 @@ def located(place: Folder, pieces: Sequence[Piece]) -> list[Piece]:
     starts = dict[tuple[str, int], int]()
     for file, of_file in groupby(sorted(items), key=lambda item: item[0]):
         first, *others = of_file
-        with _naming(f"{place}/{file}: leaf {items[first].leaf!r}"), place.open(file) as reader:
+        with _naming_damage(f"{place}/{file}: leaf {items[first].leaf!r}"), place.open(file) as reader:
             for item in (first, *others):
                 run = items[item]
-                with _naming(f"{place}/{file}: leaf {run.leaf!r}"):
-                    starts[item] = _start(ZipItem(reader, run.offset, run.length), run)
+                with _naming_damage(f"{place}/{file}: leaf {run.leaf!r}"):
+                    starts[item] = _first_byte(ZipItem(reader, run.offset, run.length), run)
 
     def at(run: ChunkRun) -> Piece:
         start = starts[run.file, run.offset] + run.first * run.dtype.itemsize
@@ -228,7 +227,7 @@ def located(place: Folder, pieces: Sequence[Piece]) -> list[Piece]:
     return [at(piece) if isinstance(piece, ChunkRun) else piece for piece in pieces]
 
 
-def _start(item: ZipItem, run: ChunkRun) -> int:
+def _first_byte(item: ZipItem, run: ChunkRun) -> int:
     """Return the offset in the file of a chunk's first element."""
     key, dtype, first, sizes, strides = stored_tensor(read_pickle(item.read("data.pkl"), OF_TENSOR))
     require((dtype, sizes) == (run.dtype, run.sizes), f"expected {run.dtype} {[*run.sizes]}, got {dtype} {[*sizes]}")
@@ -256,7 +255,7 @@ def stored_tensor(record: Plain) -> tuple[str, torch.dtype, int, tuple[int, ...]
     require(type(args[0]) is PickleRecord and args[0].name == PERSISTENT, "a tensor without a storage")
     storage = _expect(args[0].args[0], tuple, "a storage")
     kind, key = _expect(storage[1], PickleRecord, "a storage").name, _expect(storage[2], str, "the key of a storage")
-    dtype = _STORAGE_DTYPES.get(kind) if is_typed else _DTYPES.get(_expect(args[6], PickleRecord, "the dtype").name)
+    dtype = _STORAGE_DTYPES.get(kind) if is_typed else _DTYPE_OF.get(_expect(args[6], PickleRecord, "the dtype").name)
     require(dtype is not None, f"a storage of another kind: {kind}")
     assert dtype is not None
     (first,) = _counts((args[1],), "the first element")
@@ -265,19 +264,19 @@ def stored_tensor(record: Plain) -> tuple[str, torch.dtype, int, tuple[int, ...]
     return key, dtype, first, sizes, strides
 
 
-def _value(place: Folder, file: str, offset: int, length: int) -> Plain:
-    with _naming(f"{place}/{file}: the item at byte {offset:,}"), place.open(file) as reader:
+def _pickled_value(place: Folder, file: str, offset: int, length: int) -> Plain:
+    with _naming_damage(f"{place}/{file}: the item at byte {offset:,}"), place.open(file) as reader:
         return read_pickle(ZipItem(reader, offset, length).read("data.pkl"), set())
 
 
-def _flat(name: str, value: Plain, most: int) -> dict[str, Json]:
+def _flat_values(name: str, value: Plain, most: int) -> dict[str, Json]:
     """Return numbers and strings by dotted name. CheckpointError for other objects, or a list that refers to itself."""
     values, waiting, steps = dict[str, Json](), [(name, value, 0)], 0
     while waiting:
         path, x, depth = waiting.pop()
         steps += 1
         # a list may be in many lists, and in itself
-        if steps > most or depth > _DEEPEST or len(path) > _LONGEST:
+        if steps > most or depth > _DEEPEST or len(path) > _LONGEST_FQN:
             raise CheckpointError(f"{name[:80]!r} has too many numbers, lists within lists, or too long names")
         if type(x) in (list, tuple):
             waiting += [(f"{path}.{number}", part, depth + 1) for number, part in enumerate(x)]

@@ -44,7 +44,7 @@ class ZipItem:
         if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
             raise ValueError(f"{name!r} is compressed: expected plain bytes, as torch.save writes them")
         require(not member.flag_bits & 1, f"{name!r} is encrypted")
-        head = _read(self._file, self._offset + member.header_offset, 30)
+        head = _read_at(self._file, self._offset + member.header_offset, 30)
         is_member = head[:4] == b"PK\x03\x04"
         require(is_member, f"{name!r}: no member of a zip file begins at byte {member.header_offset:,}")
         # the header's lengths of name and extra field: the directory's may differ
@@ -55,10 +55,10 @@ class ZipItem:
 
     def read(self, name: str) -> bytes:
         start, num_bytes = self.data(name)
-        return _read(self._file, start, num_bytes)
+        return _read_at(self._file, start, num_bytes)
 
 
-def _read(file: Reader, offset: int, num_bytes: int) -> bytes:
+def _read_at(file: Reader, offset: int, num_bytes: int) -> bytes:
     require(num_bytes <= _MOST_BYTES, f"expected at most {_MOST_BYTES:,} bytes, got {num_bytes:,}")
     try:
         data = read_bytes(file, offset, num_bytes)
@@ -83,6 +83,6 @@ class _View(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         left = max(self._length - self._position, 0)
-        data = _read(self._file, self._offset + self._position, left if size < 0 else min(size, left))
+        data = _read_at(self._file, self._offset + self._position, left if size < 0 else min(size, left))
         self._position += len(data)
         return data

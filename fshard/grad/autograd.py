@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..core.storage import address, span
-from ..core.tracing import assigned, unhooked
+from ..core.storage import address, address_range
+from ..core.tracing import Ctx, assigned, unhooked
 
 OnGrads = Callable[[Any, Sequence[Tensor | None]], None]  # takes a `TapeUnit` and its gradients
-Ctx = Any  # torch's `ctx`
 
 
 def _new_root() -> Tensor:
@@ -35,15 +34,15 @@ def _new_root() -> Tensor:
 
 
 _OUTERMOST = _new_root()
-_root: ContextVar[Tensor] = ContextVar("fshard_root", default=_OUTERMOST)
+_INNERMOST: ContextVar[Tensor] = ContextVar("fshard_root", default=_OUTERMOST)
 
 
 def root() -> Tensor:
-    return _root.get()
+    return _INNERMOST.get()
 
 
 def another_root() -> AbstractContextManager[None]:
-    return assigned(_root, _new_root())
+    return assigned(_INNERMOST, _new_root())
 
 
 class Anchor(torch.autograd.Function):
@@ -215,7 +214,7 @@ class Owners:
     def places(self) -> list[range]:
         # private: no public function turns the reference into a storage (tested by test_tape.py)
         storages = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref, *_ in self._owners.values()]
-        return [span(storage) for storage in storages if storage is not None]
+        return [address_range(storage) for storage in storages if storage is not None]
 
     def place(self, x: Tensor) -> tuple[int, int, torch.Size, tuple[int, ...], int, torch.dtype, bool, bool] | None:
         """Return the fields of a `SavedView` after `tape`; None if the backward gathers no buffer for this tensor."""

@@ -49,7 +49,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 from torch import Tensor
 
 from .autograd import Anchor, Block, OnGrads, Saves
-from .under_way import Leaves, TapeUnit
+from .under_way import TapeUnit, UnitLeaves
 
 U = TypeVar("U")  # a `TapeUnit`, or anything hashable
 
@@ -102,7 +102,7 @@ def backward_of(
             is_shared = is_shared or event.is_nested or last != event.checkpoint or (is_known and event.is_new)
             reads[unit] = event.checkpoint, is_shared, min(anchor, event.checkpoint[1])
             if not is_known:
-                _put(due, unit, event)
+                _put_reread(due, unit, event)
         else:
             due.pop(unit, None)
             if event is not None:
@@ -117,7 +117,7 @@ def backward_of(
     return Backward(due, set(reads), tied)
 
 
-def _put(due: dict[U, Any], unit: U, event: Reread) -> None:
+def _put_reread(due: dict[U, Due | Reread], unit: U, event: Reread) -> None:
     due.pop(unit, None)
     others = [*takewhile(lambda x: getattr(due[x], "checkpoint", None) == event.checkpoint, reversed(due))]
     due[unit] = event
@@ -142,7 +142,7 @@ class Chain:
         self._checkpoint: tuple[object, tuple[int, int]] = None, (0, 0)  # the last: (`Block.hook`, `Reread.checkpoint`)
         self._planned = iter(planned)
 
-    def bind(self, unit: TapeUnit, take: OnGrads, leaves: Leaves) -> list[Tensor]:
+    def bind(self, unit: TapeUnit, take: OnGrads, leaves: UnitLeaves) -> list[Tensor]:
         """Return the leaves as outputs of an anchor. In the backward `take` is called once, after all touches."""
         if unit.anchor is not None:
             *bound, _ = Anchor.apply(unit.anchor, (TapeUnit.add, unit, leaves))
@@ -150,14 +150,14 @@ class Chain:
         self.link(unit, take)
         return self._linked(unit, take, leaves)
 
-    def _linked(self, unit: TapeUnit, take: OnGrads, leaves: Leaves) -> list[Tensor]:
+    def _linked(self, unit: TapeUnit, take: OnGrads, leaves: UnitLeaves) -> list[Tensor]:
         *bound, unit.anchor = Anchor.apply(self.outputs[-1], (take, unit, leaves))
         if self.is_linked:
             self.numbers[unit] = len(self.outputs)
             self.outputs.append(unit.anchor)
         return bound
 
-    def bind_late(self, unit: TapeUnit, take: OnGrads, leaves: Leaves) -> list[Tensor]:
+    def bind_late(self, unit: TapeUnit, take: OnGrads, leaves: UnitLeaves) -> list[Tensor]:
         """Bind a unit read in the backward, outside the chain: `take` receives the gradients of this touch alone."""
         *bound, _ = Anchor.apply(self.outputs[0], (take, unit, leaves))
         return bound

@@ -17,9 +17,9 @@ from ..comm.ranks import MismatchError, Pending
 from ..comm.reduction import Reduction, is_idle, reduction_of
 from ..core import func_levels, losses, tree
 from ..core.arguments import check_flags, check_function
-from ..core.losses import Mean, Outcome, Sum, Terms, averages, described, is_loss, remarks, terms_of, value_dtype
+from ..core.losses import Mean, Outcome, Sum, Terms, averages, is_loss, loss_text, remarks, terms_of, value_dtype
 from ..core.scalars import Number, on_device
-from ..core.storage import Places
+from ..core.storage import MemoryRanges
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..layout.pieces import Unreduced
@@ -86,11 +86,11 @@ def _start_sums(tape: Tape, returned: _Returned, mesh: AnyMesh, built: str = "",
     loss, kind, _, aux, words = returned
     # not `requires_grad`: a constant may require a gradient, yet depends on no parameter
     device, output, trains = loss.total.device, tape.plan.policy.output, any(x.grad_fn for x in _local(loss))
-    text, checksum = described(kind, value_dtype(loss.total, output), [loss, aux] if kind is Terms else aux, output)
+    text, checksum = loss_text(kind, value_dtype(loss.total, output), [loss, aux] if kind is Terms else aux, output)
     numbers = [on_device(x, device) for x in (trains, *(_numbers(tape, place + checksum) if mesh is not None else ()))]
     local = torch.stack([*losses.local_sums([*terms_of(loss), *averages(aux).values()], device), *numbers])
     sums = primitives.start_total(local, mesh, label="loss", more=text + words + built)
-    return sums.then(partial(_alike, tape, local, mesh)) if mesh is not None else sums
+    return sums.then(partial(_sums_compared, tape, local, mesh)) if mesh is not None else sums
 
 
 def _numbers(tape: Tape, place: Number) -> list[Number]:
@@ -100,7 +100,7 @@ def _numbers(tape: Tape, place: Number) -> list[Number]:
     return [place + gathered + saved] + [0] * tape.is_compared  # as many numbers as an eager step sends
 
 
-def _alike(tape: Tape, local: Tensor, mesh: AnyMesh, sums: Tensor) -> Tensor:
+def _sums_compared(tape: Tape, local: Tensor, mesh: AnyMesh, sums: Tensor) -> Tensor:
     if not tape.is_compared:
         return consensus.without_place(sums, local, mesh)
     others = consensus.without_place(sums[:-1], local[:-1], mesh)
@@ -112,7 +112,7 @@ def _alike(tape: Tape, local: Tensor, mesh: AnyMesh, sums: Tensor) -> Tensor:
 def _compare_alone(tape: Tape, mesh: AnyMesh, device: torch.device, label: str = "loss") -> None:
     if mesh is not None and tape.sends:
         local = torch.stack([on_device(number, device) for number in _numbers(tape, 0)])
-        _alike(tape, local, mesh, primitives.total(local, mesh, label=label))
+        _sums_compared(tape, local, mesh, primitives.total(local, mesh, label=label))
 
 
 def _outcome(returned: _Returned, sums: Pending, plan: Plan, mesh: AnyMesh) -> Outcome:
@@ -173,7 +173,7 @@ def _plain(x: Tree) -> Tree:
 
 def apart(x: Tree, held: Sequence[Tree], places: Iterable[range] = ()) -> Tree:
     """Copy leaves in the memory of `held` or in `places`: a step may write there. `Sharded` nodes are not copied."""
-    memory = Places(held)
+    memory = MemoryRanges(held)
     for place in places:
         memory.add(place)
 
@@ -191,7 +191,7 @@ def apart(x: Tree, held: Sequence[Tree], places: Iterable[range] = ()) -> Tree:
     return tree.map_tops(copied, Sharded, x)
 
 
-def run(
+def run_loss(
     loss_fn: Callable[..., Tree],
     params: Sharded,
     args: Sequence[Tree],
@@ -357,7 +357,7 @@ def value_and_grad(
         grads = later_grads(params, plan.grads_over if reduce else (), local=not reduce)
         alone = is_idle(by, plan.axes) or not reduce
         into = Gradients(None, grads) if alone else Gradients(grads, by=by)
-        outcome = run(loss_fn, params, args, into, has_aux=has_aux)
+        outcome = run_loss(loss_fn, params, args, into, has_aux=has_aux)
         gradients = grads() if reduce else Unreduced(grads())
         return ((outcome.value, outcome.metrics) if has_aux else outcome.value), gradients
 

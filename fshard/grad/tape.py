@@ -40,13 +40,13 @@ from ..layout.rules import COPIES
 from ..plan.plan import Slot
 from ..plan.units import select_units
 from ..sharding.access import Shown, lazy
-from ..sharding.schedule import Runs, schedule
+from ..sharding.schedule import LeafRuns, schedule
 from ..sharding.sharded import Sharded
 from . import autograd, travel
 from .autograd import Owners, SavedTensor, SavedView, in_checkpoint
 from .chain import Chain
 from .travel import Gradients, settle
-from .under_way import Buffers, Gathered, GathersUnderWay, Leaves, Reductions, TapeUnit
+from .under_way import Buffers, Gathered, GathersUnderWay, Reductions, TapeUnit, UnitLeaves
 from .writes import Writes
 
 T = TypeVar("T")
@@ -98,7 +98,7 @@ class Tape:
     def view(self) -> Tree:
         return self.enter(self._params.view.spec, self._params.view.first)[0]
 
-    def enter(self, spec: tree.Spec, first: int) -> tuple[Tree, Leaves | None]:
+    def enter(self, spec: tree.Spec, first: int) -> tuple[Tree, UnitLeaves | None]:
         """Gather a subtree, and return it with its leaves; of several units, return a lazy container and None."""
         runs = self._schedule.runs(first, spec.num_leaves)
         if runs is None:
@@ -108,7 +108,7 @@ class Tape:
                 return self.enter(spec, first)
         return tree.unflatten(spec, leaves := self._read(runs)), leaves
 
-    def _read(self, runs: Runs) -> Leaves:
+    def _read(self, runs: LeafRuns) -> UnitLeaves:
         if len(runs) == 1:
             ((unit, leaves),) = runs
             return self.touch(unit)[leaves]
@@ -125,7 +125,7 @@ class Tape:
         compute = self.plan.kinds[slot.kind].precision.compute
         return torch.empty((), dtype=compute, device=device_of(self._params)).expand(self.plan.local_shape(slot))
 
-    def touch(self, number: int) -> Leaves:
+    def touch(self, number: int) -> UnitLeaves:
         if (reads := RERUN.get()) is not None:
             return reads.unit(self, number)
         is_new = (leaves := (unit := self._units[number]).leaves) is None
@@ -145,7 +145,7 @@ class Tape:
             self.chain.rerun(unit, self, block, is_new)
         return leaves
 
-    def _gather(self, unit: TapeUnit) -> Leaves:
+    def _gather(self, unit: TapeUnit) -> UnitLeaves:
         number = unit.entry.unit
         if self._backward:
             self.chain.reach(unit)
@@ -199,7 +199,7 @@ class Tape:
     def _due(self) -> Iterator[TapeUnit]:
         return (unit for unit, row in reversed(self.chain.table.due.items()) if row.tape is self and unit.entry.leads)
 
-    def _leaves(self, unit: TapeUnit, buffers: Buffers) -> Leaves:
+    def _leaves(self, unit: TapeUnit, buffers: Buffers) -> UnitLeaves:
         leaves: list[Tensor] = []
         for row in unit.entry.rows:
             all_gather_output = buffers[row.kind]
@@ -223,7 +223,7 @@ class Tape:
         leaves = (zip(unit.entry.slots, unit.bound or unit.leaves or (), strict=False) for unit in self._units.values())
         return next((slot for pairs in leaves for slot, leaf in pairs if leaf is x), None)
 
-    def _bind(self, unit: TapeUnit, leaves: Leaves) -> Leaves:
+    def _bind(self, unit: TapeUnit, leaves: UnitLeaves) -> UnitLeaves:
         entry = unit.entry
         if not entry.trained:
             return leaves

@@ -37,7 +37,7 @@ from ..comm.mesh import Axes, num_ranks
 from ..comm.ranks import Pending, Ranks
 from ..comm.reduction import DEFAULT, Reduction, Sums, TreeSums, Wire, only_reads
 from ..core.arguments import shown
-from ..core.storage import address, clear_outside_, cleared_outside, pack, unpack
+from ..core.storage import address, clear_outside_, cleared_outside, pack_bytes, unpack_bytes
 from ..core.tracing import is_tracing, memo
 from ..layout.pieces import device_of
 from ..layout.row import Row
@@ -171,11 +171,11 @@ class Gathers:
     ) -> dict[int, Pending]:
         forms = [(x.dtype, x.numel()) for x in all_gather_inputs]
         # not lent with a wire: decoding may overwrite what arrived
-        gather = self._over(axes, pack(all_gather_inputs), name, lent=not encoded)
+        gather = self._over(axes, pack_bytes(all_gather_inputs), name, lent=not encoded)
         outputs = dict[int, Tensor]()
 
         def split(message: Tensor) -> Tensor:
-            by_rank = [unpack(data, forms) for data in message.chunk(self._plan.num_ranks(axes))]
+            by_rank = [unpack_bytes(data, forms) for data in message.chunk(self._plan.num_ranks(axes))]
             for row, parts in zip(rows, zip(*by_rank, strict=True), strict=True):
                 outputs[row.kind] = self._decoded(row, axes, encoded, parts)
             return outputs[rows[0].kind]

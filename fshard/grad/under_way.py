@@ -50,7 +50,7 @@ from ..comm import primitives
 from ..comm.mesh import Axes
 from ..comm.ranks import Pending
 from ..comm.reduction import Sums
-from ..core.tracing import is_tracing, named
+from ..core.tracing import is_tracing, profiled
 from ..layout.rules import COPIES, arrived
 from ..plan.ahead import Crossing, Crossings
 from ..plan.plan import Plan
@@ -58,7 +58,7 @@ from ..sharding.schedule import Entry, Schedule
 from ..sharding.sharded import Sharded
 from .travel import Gathers, Gradients
 
-Leaves: TypeAlias = Sequence[Tensor]  # in the order of `Entry.slots`
+UnitLeaves: TypeAlias = Sequence[Tensor]  # in the order of `Entry.slots`
 Buffers: TypeAlias = dict[int, Tensor]  # by kind: gathered (n,), or cut copies (n / W,)
 Gathered: TypeAlias = dict[int, Buffers]  # by unit; for a step's next micro-batch
 
@@ -67,7 +67,7 @@ _CLOSED = (
     "the loss function: unit {!r} of the parameters of an earlier call or micro-batch was used: parameters given to a "
     "loss are good until it returns. Use those it is given now."
 )
-_REFUSED = {
+_REFUSED_EVENTS = {
     ("forward", "reduce"): "the loss function: unit {!r} was given gradients before the loss was returned, by a "
     "backward() inside it. Use torch.autograd.grad(y, x, create_graph=True), or return what is to be differentiated.",
     ("summing", "reduce"): "the loss function: unit {!r} was given gradients twice in one backward, by an autograd "
@@ -82,8 +82,8 @@ class TapeUnit:
     """One unit of a tape (Note [A unit's life])."""
 
     buffers: Buffers | None = None  # while in memory
-    leaves: Leaves | None = None  # views, while the program reads them
-    bound: Leaves | None = None  # leaves, trainable ones as outputs of an anchor
+    leaves: UnitLeaves | None = None  # views, while the program reads them
+    bound: UnitLeaves | None = None  # leaves, trainable ones as outputs of an anchor
     coming: tuple[int, dict[int, Pending]] | None = None  # (stages started, gathers by kind)
     held: Buffers | None = None  # kept by `keep_rule`
     stays_for: Literal["", "places", "anchor"] = ""  # "places": until all saved views were used
@@ -103,8 +103,8 @@ class TapeUnit:
             self.entry = self.entry._replace(name=f"{self.entry.name} (kept)")
 
     def check(self, event: Literal["reduce", "gather"]) -> None:
-        if (self.gradients, event) in _REFUSED:
-            raise ValueError(_REFUSED[self.gradients, event].format(self.entry.name))
+        if (self.gradients, event) in _REFUSED_EVENTS:
+            raise ValueError(_REFUSED_EVENTS[self.gradients, event].format(self.entry.name))
 
     def let_go(self) -> None:
         self.leaves = self.bound = None
@@ -263,7 +263,7 @@ class GathersUnderWay(_UnderWay):
             assert unit.coming is not None
             _, gathers = unit.coming
             unit.coming = None
-            with named("wait", unit.entry.name):
+            with profiled("wait", unit.entry.name):
                 self.join()
                 unit.buffers = {kind: gather.wait() for kind, gather in gathers.items()}
         return unit.buffers

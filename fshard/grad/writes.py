@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..comm.announce import refusing_raw
 from ..core import tree
 from ..core.storage import address, ranges_meet, writes
-from ..core.tracing import Args, Kwargs, Operator, is_tracing
+from ..core.tracing import SET_DATA, Args, Kwargs, Operator, is_tracing
 from ..plan.plan import Slot
 from ..sharding.schedule import Entry
 from .under_way import TapeUnit
@@ -35,8 +35,7 @@ from .under_way import TapeUnit
 # leaves that share a counter; True if they lie in the passed parameters' memory
 Written: TypeAlias = tuple[Sequence[Slot], bool]
 _ADDRESS = operator.attrgetter("_cdata")  # of a storage; `address` takes tensors
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_SMALL = 1 << 16  # elements: running statistics and counters have fewer
+_SMALL_BUFFER = 1 << 16  # elements: running statistics and counters have fewer
 _REMEDY = (
     "A loss changes nothing that it is given: work on a clone, and return its new value, as aux (has_aux=True) or, to "
     "have it in the next step, as extra (train_step(..., with_extra=True))."
@@ -44,7 +43,7 @@ _REMEDY = (
 
 # in torch's errors about a write to an autograd function's view
 _VIEWS = ("was created inside a custom Function", "is the output of a function that returns multiple views")
-_OF_LEAVES = re.compile(r"Output (\d+) of _?Anchor(?:Backward)? is")
+_OF_ANCHOR = re.compile(r"Output (\d+) of _?Anchor(?:Backward)? is")
 _CHANGED = " The parameters that were passed are changed by it: do not use them again."
 
 
@@ -56,13 +55,13 @@ class _Refusing(TorchFunctionMode):
         self._frozen = frozen
 
     def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
-        if func == _SET_DATA:
+        if func == SET_DATA:
             raise ValueError(
                 f"the loss function: a graph has no `x.data = y`, and would compute with the old x. {_REMEDY}"
             )
         for x in _statistics(func, args, kwargs or {}):
-            places = {_place(leaf): slot.path for leaf, slot in self._frozen if _is_small(leaf)}
-            if isinstance(x, Tensor) and (path := places.get(_place(x))) is not None:
+            places = {_place_of(leaf): slot.path for leaf, slot in self._frozen if _is_small(leaf)}
+            if isinstance(x, Tensor) and (path := places.get(_place_of(x))) is not None:
                 raise ValueError(f"the loss function: batch_norm would write to leaf {path!r} in place. {_REMEDY}")
         return func(*args, **(kwargs or {}))
 
@@ -84,12 +83,12 @@ class _RefusingWrites(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _place(x: Tensor) -> tuple[int, int]:
+def _place_of(x: Tensor) -> tuple[int, int]:
     return address(x), int(x.storage_offset())
 
 
 def _is_small(x: Tensor) -> bool:
-    return x.dim() < 2 and x.numel() <= _SMALL
+    return x.dim() < 2 and x.numel() <= _SMALL_BUFFER
 
 
 def _statistics(func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> list[object]:
@@ -130,7 +129,7 @@ class Writes:
     def _refused(self, words: str) -> ValueError:
         if written := self._counted():
             return _written(written)
-        number = _OF_LEAVES.search(words)
+        number = _OF_ANCHOR.search(words)
         if number is None:
             return ValueError(
                 "the loss function: it wrote in place to a view of a leaf it was given, or of one of several results "
@@ -193,7 +192,7 @@ class Writes:
 def _changed(now: Tensor, before: Tensor, slots: Sequence[Slot], sizes: Sequence[int]) -> list[Written]:
     """Return the leaves with changed bytes; on an accelerator assert that there are none."""
     if now.device.type != "cpu":  # the host does not wait: the device stops with these words
-        words = f"the loss function: it wrote in place to a frozen leaf: work on a clone. Leaf {_named(slots)}"
+        words = f"the loss function: it wrote in place to a frozen leaf: work on a clone. Leaf {_slot_names(slots)}"
         # CUDA's kernel takes fewer than 255 bytes
         torch._assert_async((now == before).all(), words.encode()[:254].decode(errors="ignore"))
         return []
@@ -204,11 +203,11 @@ def _changed(now: Tensor, before: Tensor, slots: Sequence[Slot], sizes: Sequence
 
 
 def _written(writes: Sequence[Written]) -> ValueError:
-    names = dict.fromkeys(_named(slots) for slots, _ in writes)
+    names = dict.fromkeys(_slot_names(slots) for slots, _ in writes)
     changed = _CHANGED if any(is_callers for _, is_callers in writes) and not is_tracing() else ""
     return ValueError(f"the loss function: it wrote in place to leaf {' and '.join(names)}.{changed} {_REMEDY}")
 
 
-def _named(slots: Sequence[Slot]) -> str:
+def _slot_names(slots: Sequence[Slot]) -> str:
     names = ", ".join(repr(slot.path) for slot in slots[:4]) + ", ..." * (len(slots) > 4)
     return names if len(slots) == 1 else f"(one of {names})"

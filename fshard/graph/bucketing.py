@@ -61,12 +61,12 @@ def bucket(graph: fx.Graph, nbytes: int) -> None:
     nodes = index(graph)
     order = dict(nodes.order)  # an inserted node gets the number of the node after it
     early = [(x, order[x.start]) for x in _gathers(nodes)]
-    groups = _groups(early, nbytes, partial(_may_start_at, nodes))
+    groups = _merged_groups(early, nbytes, partial(_may_start_at, nodes))
     _erase(graph, [x for group in groups for x in _merge_gathers(graph, group, order)])
     nodes = index(graph)  # anew: the first reader of a reduction may now be a merged gather
     in_order = list(nodes.order)
     used = ((x, nodes.first_reader(x.wait), nodes.first_write([x.x], nodes.order[x.start])) for x in _reductions(nodes))
-    groups = _groups([(x, min(ends)) for x, *ends in used], nbytes, lambda x, end: nodes.order[x.start] < end)
+    groups = _merged_groups([(x, min(ends)) for x, *ends in used], nbytes, lambda x, end: nodes.order[x.start] < end)
     _erase(graph, [x for group in groups for x in _merge_reductions(graph, group, nodes, in_order)])
 
 
@@ -91,7 +91,7 @@ def _reductions(nodes: NodeIndex) -> Iterator[_FlatCollective]:
         yield _FlatCollective(start, wait, [arguments(start)["place"]])
 
 
-def _groups(
+def _merged_groups(
     limited: Iterable[tuple[_FlatCollective, int]], nbytes: int, joins: Callable[[_FlatCollective, int], bool]
 ) -> list[Sequence[_FlatCollective]]:
     """Return groups to merge. A collective may join a group if `joins(collective, the group's least limit)`."""

@@ -6,7 +6,6 @@ from bisect import bisect, bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -77,10 +76,10 @@ def has_effect(node: fx.Node) -> bool:
         return node.is_impure()
     # `is_impure` counts all operators tagged as random, also attention without dropout and all of fshard's
     is_random = draws(target, node.args, node.kwargs)
-    return is_random or writes(node) or not target._schema.returns or node.is_impure(impure_random=False)
+    return is_random or is_write(node) or not target._schema.returns or node.is_impure(impure_random=False)
 
 
-def writes(node: fx.Node) -> bool:
+def is_write(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     return node.target._schema.is_mutable or (operator(node) in _UNMARKED and bool(_written_by(node)))
@@ -88,7 +87,7 @@ def writes(node: fx.Node) -> bool:
 
 def returns_place(node: fx.Node) -> bool:
     """Return True if a node writes to its first argument and returns it with its shape and strides, unlike `t_`."""
-    if not writes(node) or not node.args or not isinstance(node.args[0], fx.Node):
+    if not is_write(node) or not node.args or not isinstance(node.args[0], fx.Node):
         return False
     pair = (values(each) for each in (node, node.args[0]))
     made, given = ([(address(x), x.shape, x.stride(), x.storage_offset(), x.dtype) for x in xs] for xs in pair)
@@ -101,7 +100,7 @@ def written_inputs(graph: fx.Graph) -> list[int]:
 
 
 def written(nodes: Iterable[fx.Node]) -> set[int]:
-    return {key for node in nodes if writes(node) for x in _written_by(node) for key in storages_of(x)}
+    return {key for node in nodes if is_write(node) for x in _written_by(node) for key in storages_of(x)}
 
 
 def repeated(graph: fx.Graph, memory: set[int]) -> set[int]:
@@ -111,7 +110,7 @@ def repeated(graph: fx.Graph, memory: set[int]) -> set[int]:
         read = node.all_input_nodes[-1:] if is_call(node, "copy_") else node.all_input_nodes
         if is_call(node, *REPEATING) and any(not memory.isdisjoint(storages_of(x)) for x in read):
             memory.update(storages_of(node))
-        elif writes(node):
+        elif is_write(node):
             memory -= written([node])
     return memory
 
@@ -164,7 +163,7 @@ def index(graph: fx.Graph) -> NodeIndex:
     written, read = (defaultdict[int, list[int]](list) for _ in range(2))
     for number, node in enumerate(graph.nodes):
         order[node], made = number, {*storages_of(node)}
-        memory[node], is_writer = made, writes(node)
+        memory[node], is_writer = made, is_write(node)
         for storage in made:
             returned[storage].append(node)
         for x in read_by(node):
@@ -182,7 +181,7 @@ def gathers(nodes: NodeIndex) -> list[GatherNodes]:
     order, result = nodes.order, []
     for start in (node for node in order if is_call(node, "fshard.all_gather")):
         same = [node for node in nodes.returned[next(storages_of(start))] if node is not start]
-        first = min((order[node] for node in same if writes(node)), default=len(order))
+        first = min((order[node] for node in same if is_write(node)), default=len(order))
         views = [node for node in same if order[node] < first]  # nodes after the first write count as readers
         users = {user for node in [start, *views] for user in node.users}
         # among these: waits of collectives that send this buffer
@@ -208,7 +207,7 @@ def copy(graph: fx.Graph, node: fx.Node, other: Mapping[fx.Node, fx.Node]) -> fx
     return new
 
 
-def computed(node: fx.Node) -> Any:
+def computed(node: fx.Node) -> object:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
     with next(x for n in node.all_input_nodes for x in values(n)).fake_mode:  # type: ignore[attr-defined]
         return node.target(*args, **kwargs)  # type: ignore[operator]
@@ -220,6 +219,6 @@ def call(graph: fx.Graph, target: Callable[..., object], *args: Argument, **kwar
     return node
 
 
-def copied(graph: fx.Graph, x: fx.Node) -> fx.Node:
+def insert_copy(graph: fx.Graph, x: fx.Node) -> fx.Node:
     """Insert a copy that compilers keep."""
     return call(graph, torch.ops.fshard.materialize.default, x)

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..core import tree
 
-_KINDS = ("all_gather", "all_gather_into", "reduce_scatter", "all_reduce", "exchange")
-_COLLECTIVES = tuple(f"fshard.{kind}" for kind in _KINDS)
+_COLLECTIVE_KINDS = ("all_gather", "all_gather_into", "reduce_scatter", "all_reduce", "exchange")
+_COLLECTIVES = tuple(f"fshard.{kind}" for kind in _COLLECTIVE_KINDS)
 
 
 class Traffic(NamedTuple):
@@ -106,7 +106,7 @@ def _shown(x: object) -> str:
     return str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else repr(x)
 
 
-_NAMES = {
+_DTYPE_NAMES = {
     torch.float32: "f32",
     torch.float64: "f64",
     torch.bfloat16: "bf16",
@@ -119,12 +119,12 @@ _NAMES = {
 
 
 def _type(node: fx.Node) -> str:
-    return " ".join(map(form, values(node))) or "()"
+    return " ".join(map(form_of, values(node))) or "()"
 
 
-def form(x: Tensor) -> str:
+def form_of(x: Tensor) -> str:
     """Return dtype and shape, as in "bf16[8, 128]"."""
-    return f"{_NAMES.get(x.dtype, str(x.dtype)[6:])}{list(x.shape)}"
+    return f"{_DTYPE_NAMES.get(x.dtype, str(x.dtype)[6:])}{list(x.shape)}"
 
 
 def values(node: fx.Node) -> list[Tensor]:

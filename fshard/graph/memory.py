@@ -115,7 +115,7 @@ def spans(graph: fx.Graph, inputs: Sequence[str]) -> list[MemorySpan]:
         s.last = s.last - 1 if key in reused else max(s.last, ends.get(loops.get(s.last, (-1, -1)), 0))
     numbers = {node: i for i, node in enumerate(nodes)}
     received = list[MemorySpan]()
-    for node, nbytes in ((node, _received(node)) for node in nodes):
+    for node, nbytes in ((node, _received_bytes(node)) for node in nodes):
         waits = [numbers[user] for user in node.users if operator(user) == "fshard.wait"]
         if nbytes:
             (x,) = values(arguments(node)["x"])
@@ -123,7 +123,7 @@ def spans(graph: fx.Graph, inputs: Sequence[str]) -> list[MemorySpan]:
     return [*counted, *received]
 
 
-def _received(node: fx.Node) -> int:
+def _received_bytes(node: fx.Node) -> int:
     """Return the bytes of the buffer for other ranks' parts of an exact sum; 0 if shared memory has the parts."""
     if operator(node) not in ("fshard.reduce_scatter", "fshard.all_reduce"):
         return 0

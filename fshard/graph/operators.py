@@ -61,21 +61,21 @@ def _all_gather(x: Tensor, mesh: str, axis: str, label: str, nbytes: int, lent: 
     return _started(place, primitives.all_gather(x, ranks, label, place))
 
 
-def _gathered(x: Tensor, mesh: str, axis: str, *rest: object) -> Started:
+def _fake_gathered(x: Tensor, mesh: str, axis: str, *rest: object) -> Started:
     return x.new_empty(_ranks(mesh, axis).size * x.shape[0], *x.shape[1:]), _ticket()
 
 
-_define_start(f"all_gather(Tensor x, {_AT}, bool lent) -> (Tensor, Tensor)", _all_gather, _gathered)
+_define_start(f"all_gather(Tensor x, {_AT}, bool lent) -> (Tensor, Tensor)", _all_gather, _fake_gathered)
 
 
-def _place(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _new_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     place = torch.empty(shape, dtype=dtype, device=device)
     place.view(-1)[:1].zero_()  # run a kernel: torch warns of CUDA graphs without kernels
     return place
 
 
 # not aten's: compilers move aten's allocations to the first use, perhaps out of a CUDA graph
-define("place(int[] shape, ScalarType dtype, Device device) -> Tensor", _place, _place, captured=True)
+define("place(int[] shape, ScalarType dtype, Device device) -> Tensor", _new_buffer, _new_buffer, captured=True)
 
 
 def _all_gather_into(place: Tensor, x: Tensor, mesh: str, axis: str, label: str, nbytes: int) -> Tensor:

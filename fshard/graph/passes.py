@@ -39,16 +39,16 @@ from .dataflow import (
     GatherNodes,
     acts,
     call,
-    copied,
     copy,
     gathers,
     has_effect,
     index,
+    insert_copy,
     is_call,
     is_fixed,
+    is_write,
     read_by,
     returns_place,
-    writes,
 )
 from .inspect import arguments, operator, starts, values
 from .memory import storages_of
@@ -153,7 +153,7 @@ def _has_element(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() > 0
 
 
-def chain(graph: fx.Graph) -> None:
+def chain_collectives(graph: fx.Graph) -> None:
     """If any collective has no label or is an exchange, pass every collective the previous collective's ticket.
 
     Without tickets, compilers order collectives by neighbouring nodes, which may differ between ranks.
@@ -203,16 +203,16 @@ def _read_storages(graph: fx.Graph) -> set[int]:
 
 def materialize(graph: fx.Graph) -> None:
     """Compute 0-d values before their pointwise readers: fused, a 0-d value would be computed for each element."""
-    for node in [n for n in graph.nodes if _is_number(n) and torch.Tag.pointwise in getattr(n.target, "tags", ())]:
-        readers = [user for user in node.users if values(user) and not _is_number(user)]
+    for node in [n for n in graph.nodes if _makes_scalars(n) and torch.Tag.pointwise in getattr(n.target, "tags", ())]:
+        readers = [user for user in node.users if values(user) and not _makes_scalars(user)]
         if readers:
             with graph.inserting_after(node):
-                number = copied(graph, node)
+                number = insert_copy(graph, node)
             for reader in readers:
                 reader.replace_input_with(node, number)
 
 
-def _is_number(node: fx.Node) -> bool:
+def _makes_scalars(node: fx.Node) -> bool:
     tensors = values(node)
     return node.op == "call_function" and bool(tensors) and all(x.dim() == 0 for x in tensors)
 
@@ -316,7 +316,7 @@ def regather(graph: fx.Graph, units: Iterable[str], lasting: Collection[str] = E
         chain = sorted([gather.start, gather.ticket, gather.wait, *gather.views], key=order.__getitem__)
         sent = [arguments(gather.start)["x"]]
         end = order[gather.readers[-1]] if gather.readers else 0
-        if any(map(writes, gather.readers)) or nodes.first_write(sent, order[gather.start]) < end:
+        if any(map(is_write, gather.readers)) or nodes.first_write(sent, order[gather.start]) < end:
             continue  # a second gather would have other values
         groups = _apart([order[reader] for reader in gather.readers], heads)
         if gather.unit in lasting and len(groups) > 2:

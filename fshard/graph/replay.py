@@ -44,13 +44,12 @@ from torch.overrides import TorchFunctionMode
 from ..core import func_levels, tree
 from ..core.random import stream
 from ..core.storage import address, addresses
-from ..core.tracing import UNROLLS, Operator, is_tracing, kind_of, node_of, unrecorded
+from ..core.tracing import UNROLLS, Args, Ctx, Kwargs, Operator, is_tracing, kind_of, node_of, unrecorded
 from ..core.tree import Tree, tensors, with_tensors
 from .dataflow import written
 from .inspect import operator as name_of
 
-Ctx = Any  # of torch.autograd.Function: forward sets attributes for backward
-_NUMBERS = (bool, int, float, complex, str, bytes, type(None))
+_BY_TEXT = (bool, int, float, complex, str, bytes, type(None))
 _OWN = ("fshard.draw", "fshard.forked", "fshard.materialize")  # operators of fshard without effects
 
 
@@ -143,15 +142,15 @@ def _tracer() -> Any:  # private to torch
     return mode.tracer
 
 
-def _alone(x: Tensor) -> Tensor:
+def _empty_like(x: Tensor) -> Tensor:
     with unrecorded():
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
-def _form(leaf: object) -> object:
+def _leaf_form(leaf: object) -> object:
     if not isinstance(leaf, Tensor):
         # as text: 0.0 and -0.0 are equal, and so are 1 and True
-        return type(leaf), repr(leaf) if type(leaf) in _NUMBERS else id(leaf)
+        return type(leaf), repr(leaf) if type(leaf) in _BY_TEXT else id(leaf)
     return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, kind_of(leaf), _is_plain(leaf)
 
 
@@ -229,7 +228,7 @@ class _Instead(TorchFunctionMode):
         super().__init__()
         self._instead, self._refuses = instead, refuses
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         args, kwargs = tree.map(lambda x: self._instead.get(id(x), x), (args, kwargs or {}))
         if self._refuses and func in _ASKS:
             of = args[1:2] if func is torch.autograd.grad else args[:1]
@@ -244,7 +243,7 @@ class RecordedCall:
 
     def __init__(self, fn: Callable[..., Tree], args: Sequence[Tree]):
         self._leaves, self._spec = tree.flatten(args)
-        self._forms, self._stream = [*map(_form, self._leaves)], stream()
+        self._forms, self._stream = [*map(_leaf_form, self._leaves)], stream()
         self._saves: list[fx.Node]  # nodes of tensors saved by autograd
         self._keeps: list[fx.Node] = []  # further nodes read by the derivative
         self._draws_late = False  # the derivative draws random numbers
@@ -259,7 +258,7 @@ class RecordedCall:
 
     def _trace(self, fn: Callable[..., Tree], read: Sequence[Tensor]) -> None:
         self._given, self._more = [*tensors(self._leaves), *read], read
-        self._inputs = [_alone(x).requires_grad_(x.requires_grad) for x in self._given]
+        self._inputs = [_empty_like(x).requires_grad_(x.requires_grad) for x in self._given]
         stand_ins = self._inputs[len(self._inputs) - len(read) :]
         self._instead = {id(x): stand_in for x, stand_in in zip(read, stand_ins, strict=True)}
         self._saved: dict[fx.Node, Tensor] = {}  # by the tracer's nodes
@@ -300,7 +299,7 @@ class RecordedCall:
     def _derivative(self, grads: Sequence[Tensor | None]) -> _Derivative:
         key = tuple(None if g is None else (g.shape, g.stride(), g.dtype) for g in grads)
         if key not in self._derivatives:
-            pairs = [(out, _alone(g)) for out, g in zip(self._outs, grads, strict=False) if g is not None]
+            pairs = [(out, _empty_like(g)) for out, g in zip(self._outs, grads, strict=False) if g is not None]
             outs, given = zip(*pairs, strict=True)
             wanted = [x for x in self._inputs if x.requires_grad]
 
@@ -356,7 +355,7 @@ class RecordedCall:
         is_known = all(node_of(x) is not None for x in given) and len({*map(id, given)}) == len(given)
         # as text: keys 1 and True are equal
         is_alike = spec == self._spec and str(spec) == str(self._spec)
-        return is_known and is_alike and [*map(_form, leaves)] == self._forms
+        return is_known and is_alike and [*map(_leaf_form, leaves)] == self._forms
 
     def __call__(self, leaves: Sequence[object]) -> Tree:
         read = zip(self._read.values(), self._is_start, strict=True)
@@ -371,7 +370,7 @@ class RecordedCall:
         known = dict(values)
         nodes = self._call.insert(values)
         # give results their own memory: torch refuses writes to views made in an autograd node
-        known.update((node, _known(_alone(values[node]), nodes[node])) for node in self._call.made)
+        known.update((node, _known(_empty_like(values[node]), nodes[node])) for node in self._call.made)
         rest = (node for node in (*self._saves, *self._keeps) if node not in known)
         known.update((node, _known(values[node], nodes[node])) for node in rest)
         outs = tuple(known[node] for node in self._call.made)

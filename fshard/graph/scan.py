@@ -47,13 +47,13 @@ def scan(body: Callable[..., Tree], carry: Carry, units: Sequence[Tree], xs: Tre
         raise TypeError(wrong("scan: units", units, "a list of trees", "A stacked leaf is cut by x.unbind()."))
     call = Repeated(body) if can_record() and len(units) > _FEW else body
     ys: list[Tree] = []
-    for unit, row in zip(units, _rows(xs, len(units)), strict=True):
-        carry, y = _split(call(unit, carry, *row), carry)
+    for unit, row in zip(units, _rows_of_units(xs, len(units)), strict=True):
+        carry, y = _carry_and_rows(call(unit, carry, *row), carry)
         ys.append(y)
     return carry, _stacked(ys)
 
 
-def _rows(xs: Tree, count: int) -> Sequence[tuple[Tree, ...]]:
+def _rows_of_units(xs: Tree, count: int) -> Sequence[tuple[Tree, ...]]:
     leaves, spec = tree.flatten(xs)
     for path, x in zip(tree.paths(spec), leaves, strict=True):
         expect(f"scan: xs{_at(path)}", x, isinstance(x, Tensor), "a tensor with a row for each unit")
@@ -67,7 +67,7 @@ def _at(path: str) -> str:
     return f" {path!r}" * bool(path)
 
 
-def _split(out: Tree, carry: Carry) -> tuple[Carry, Tree]:
+def _carry_and_rows(out: Tree, carry: Carry) -> tuple[Carry, Tree]:
     form = tree.flatten(carry)[1]
     if tree.flatten(out)[1] == form:
         return out, None

@@ -33,7 +33,7 @@ from .links import Link, listen
 from .rendezvous import links_to
 
 T = TypeVar("T")
-_LONGEST = 2000  # characters
+_LONGEST_WORD = 2000  # characters
 _WAITS, _RETURNED, _RAISED = "waits in", "has returned, having last called", "raised"
 
 
@@ -109,7 +109,7 @@ class Lines:
 
     def _announce(self, axis: str, call: str) -> None:
         """Announce a collective; wait until all ranks announce the same."""
-        self._last = self._last._replace(what=call[:_LONGEST], site=call_site())
+        self._last = self._last._replace(what=call[:_LONGEST_WORD], site=call_site())
         _say(self._links[axis], self._last)
         self._compare(self._links[axis], self._last, self._data[axis])
 
@@ -143,7 +143,7 @@ class Lines:
     def _next(self, peer: int, link: Link) -> _Status | None:
         """Return a peer's next message, None before it arrives; after the peer's call has ended, its last."""
         while peer not in self._ends and (text := link.hear()) is not None:
-            status = _read(text, peer)
+            status = _read_status(text, peer)
             if status.number < self._last.number:
                 continue  # of an earlier, failed call
             if status.verb == _WAITS:
@@ -158,7 +158,7 @@ def _say(links: Mapping[int, Link], status: _Status) -> None:
             link.say(json.dumps(status))
 
 
-def _read(text: str, peer: int) -> _Status:
+def _read_status(text: str, peer: int) -> _Status:
     """Parse a message; MismatchError unless a rank's."""
     with suppress(ValueError, TypeError, RecursionError):
         number, *words = json.loads(text)
@@ -169,7 +169,7 @@ def _read(text: str, peer: int) -> _Status:
 
 def _raised(number: int, failure: BaseException) -> _Status:
     frame, text = frame_of(failure), f"{type(failure).__name__}: {failure}"
-    return _Status(number, _RAISED, text[:_LONGEST], line_of(frame.filename, frame.lineno))
+    return _Status(number, _RAISED, text[:_LONGEST_WORD], line_of(frame.filename, frame.lineno))
 
 
 def _unlike_calls(statuses: Mapping[int, _Status]) -> str | None:

@@ -55,7 +55,7 @@ class SegmentPool:
 
     def new(self, size: int) -> Segment:
         try:
-            segment = _made(size, len(self.segments))
+            segment = _made_segment(size, len(self.segments))
         except OSError as failure:
             raise OSError(failure.errno, f"no shared memory of {size:,} bytes: {reason(failure)}") from failure
         self.segments.append(segment)
@@ -79,7 +79,7 @@ def tensor_in(segment: Segment, size: int, lent: bool) -> Tensor:
     return torch.frombuffer(array, dtype=torch.uint8)
 
 
-def _made(size: int, number: int) -> Segment:
+def _made_segment(size: int, number: int) -> Segment:
     fd = _sealed(size)
     try:
         segment = Segment(fd, number)
@@ -136,7 +136,7 @@ def reason(failure: Exception) -> str:
 _HEADER = struct.Struct("<BHIQQ")  # kind, length of the call's text, segment, offset in the segment, bytes of data
 _INLINE, _SEGMENT, _NEW_SEGMENT, _ACKNOWLEDGED = range(4)
 SMALL = 1 << 15  # most bytes of data sent in the socket itself
-_LONGEST = (1 << 16) - 1  # bytes of a call's text
+_LONGEST_TEXT = (1 << 16) - 1  # bytes of a call's text
 _READ = 1 << 18
 _MOST_FDS = 16
 PLANS = "make_plan"  # sent before making a plan
@@ -379,7 +379,7 @@ class Link:
 
 
 def _sent(call: str) -> bytes:
-    return call.encode(errors="replace")[:_LONGEST]
+    return call.encode(errors="replace")[:_LONGEST_TEXT]
 
 
 def _read(text: bytes | bytearray) -> str:

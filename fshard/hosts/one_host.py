@@ -185,10 +185,10 @@ def connect(mesh: AnyMesh) -> Any:  # a Mesh, or None
     grid = unconnected(mesh)
     if not _has_hosts(grid):
         return grid
-    return HostMesh(grid, {axis: _ranks(grid, axis) for axis in grid.mesh_dim_names})
+    return HostMesh(grid, {axis: _connected_ranks(grid, axis) for axis in grid.mesh_dim_names})
 
 
-def _ranks(mesh: ProcessMesh, axis: str) -> Ranks:
+def _connected_ranks(mesh: ProcessMesh, axis: str) -> Ranks:
     ranks = mesh.ranks(axis)
     if isinstance(ranks, GroupRanks) and not ranks.may_be_replaced:
         return ranks

@@ -43,7 +43,7 @@ class Derived:
     units: dict[Hashable, tuple[int, int]] = field(default_factory=dict)  # by first leaf and number of leaves
     schedules: dict[Hashable, Any] = field(default_factory=dict)  # by contents of a view
     changing: tuple[object, ...] | None = None  # mutable values in the tree's nodes; None until asked
-    graphs: WeakKeyDictionary[object, dict[Any, Any]] = field(default_factory=WeakKeyDictionary)  # by `jit`
+    graphs: WeakKeyDictionary[object, dict[object, object]] = field(default_factory=WeakKeyDictionary)  # by `jit`
 
 
 class Split(NamedTuple):
@@ -186,7 +186,7 @@ class Leaf:
         return flat.view(self.shape) if self.split is None else self.split.shaped(flat, self.shape)
 
 
-@tree.constant
+@tree.register_constant
 @dataclass(frozen=True, eq=False)
 class Layout:
     """The ranks and tensors of a tree's elements. Layouts are equal if their `source` is equal."""

@@ -29,8 +29,8 @@ from .layout import Layout
 from .pieces import Parts, Unreduced, device_of, layout_of, packed, pieces
 
 T = TypeVar("T")
-_BLOCK = 1 << 16  # elements of a block that fits a CPU's cache
-_SHORT = 1 << 12  # elements; float32 sums their powers accurately enough
+_CACHED_BLOCK = 1 << 16  # elements of a block that fits a CPU's cache
+_SHORT_SUM = 1 << 12  # elements; float32 sums their powers accurately enough
 _UNITS = (1.5 * 2.0**30, 1.5 * 2.0**7)  # adding, then subtracting a unit rounds to multiples of 2^-22, 2^-45
 
 
@@ -43,7 +43,7 @@ def _scale(largest: Tensor) -> Tensor:
 def _binned(x: Tensor, p: float, scale: Tensor) -> Tensor:
     """Return the sums of rounded powers and of remainders: float64, (2,)."""
     sums = torch.zeros(2, dtype=torch.float64, device=x.device)
-    for part in x.reshape(-1).split(block_size(x, _BLOCK)):
+    for part in x.reshape(-1).split(block_size(x, _CACHED_BLOCK)):
         remainder = (part.abs().double() * beside(scale, part)) ** p  # (elements,), below 1
         for i, unit in enumerate(_UNITS):
             rounded = (remainder + unit) - unit
@@ -77,11 +77,11 @@ def _norm(x: Tensor, p: float, most: int = MOST) -> Tensor:
     if p == math.inf and not x.is_complex():  # on CPUs vector_norm is ten times slower for inf
         low, high = torch.aminmax(x)
         return torch.maximum(low.abs(), high.abs())
-    dtype, num = torch.promote_types(x.dtype, torch.float32), x.numel() // _SHORT
+    dtype, num = torch.promote_types(x.dtype, torch.float32), x.numel() // _SHORT_SUM
     if x.device.type != "cpu" or not num:
         return torch.linalg.vector_norm(x, p, dtype=dtype)
     # vector_norm on CPUs has few accumulators: 2^28 float32 elements lose a fifth of the norm
-    rows, tail = x[: num * _SHORT].view(num, _SHORT), x[num * _SHORT :]
+    rows, tail = x[: num * _SHORT_SUM].view(num, _SHORT_SUM), x[num * _SHORT_SUM :]
     norms = [torch.linalg.vector_norm(rows, p, dim=1, dtype=dtype), torch.linalg.vector_norm(tail, p, dtype=dtype)]
     return torch.linalg.vector_norm(torch.cat([norm.view(-1).double() for norm in norms]), p)
 
@@ -309,7 +309,7 @@ def gram(trees: Sequence[Tree]) -> Tensor:
     for of_trees in zip(*map(_by_axes, trees), strict=True):
         (mesh, axes, _), local = of_trees[0], torch.zeros_like(total)  # (k, k)
         for xs in zip(*(tensors for _, _, tensors in of_trees), strict=True):
-            for parts in zip(*(x.reshape(-1).split(block_size(x, _BLOCK)) for x in xs), strict=True):
+            for parts in zip(*(x.reshape(-1).split(block_size(x, _CACHED_BLOCK)) for x in xs), strict=True):
                 block = torch.stack(parts).double()  # (k, elements)
                 local = local + (block @ block.T).to(local.device)
         total = total + primitives.total(local, mesh, axes, label="dot products")
@@ -328,7 +328,7 @@ def dot(x: Tree, y: Tree) -> Tensor:
     tensor(11.)
     """
     x, y = packed(x), packed(y)
-    _check_alike(x, y)
+    _check_same_leaves(x, y)
     device, dtypes = device_of(x), [dtype for z in (x, y) for node in tree.tops(z, Parts) for dtype in _dtypes(node)]
     products = [torch.zeros((), dtype=torch.float64, device=device)]
     for (mesh, axes, of_x), (_, _, of_y) in zip(_by_axes(x), _by_axes(y), strict=True):
@@ -343,12 +343,12 @@ def dot(x: Tree, y: Tree) -> Tensor:
 
 def _products(x: Tensor, y: Tensor) -> Iterator[Tensor]:
     dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float64)
-    size = block_size(x, _BLOCK)
+    size = block_size(x, _CACHED_BLOCK)
     for a, b in zip(x.reshape(-1).split(size), y.reshape(-1).split(size), strict=True):
         yield (a.to(dtype).conj() * b.to(dtype)).sum()
 
 
-def _check_alike(x: Tree, y: Tree) -> None:
+def _check_same_leaves(x: Tree, y: Tree) -> None:
     if tree.nodes((x, y), Unreduced):
         raise TypeError("dot: these gradients are each rank's own: fshard.reduce_grads gives the mesh's")
     (named, spec), (others, other_spec) = ((tree.paths_to(z, Parts), tree.structure_above(z, Parts)) for z in (x, y))
@@ -359,7 +359,7 @@ def _check_alike(x: Tree, y: Tree) -> None:
             raise TypeError(f"dot: leaf {path!r}: expected tensors, got {shown(a)} and {shown(b)}")
         at = f"dot: {f'leaf {path!r}' if path else 'y'}"
         if isinstance(a, Parts) != isinstance(b, Parts):
-            raise ValueError(f"{at}: expected {_kind(a)}, as in x, got {_kind(b)}")
+            raise ValueError(f"{at}: expected {_node_kind(a)}, as in x, got {_node_kind(b)}")
         if isinstance(a, Parts) and a.key != b.key:
             raise ValueError(
                 f"{at}: expected leaves that are cut as in x, got {b} for {a}. Of parameters, `params.trainable` has "
@@ -369,7 +369,7 @@ def _check_alike(x: Tree, y: Tree) -> None:
             raise ValueError(f"{at}: expected shape {list(a.shape)}, as in x, got {list(b.shape)}")
 
 
-def _kind(x: Parts | Tensor) -> str:
+def _node_kind(x: Parts | Tensor) -> str:
     return f"a {type(x).__name__}" if isinstance(x, Parts) else "a tensor"
 
 
@@ -381,12 +381,12 @@ def _by_axes(x: Tree) -> list[tuple[AnyMesh, Axes, list[Tensor]]]:
         for axes in node.layout.cut_axes if isinstance(node, Parts) else ():
             # a rank without elements takes part in sums
             known.setdefault((id(node.layout.mesh), axes), (node.layout.mesh, axes, []))
-        for part, mesh, axes in _filled(node):
+        for part, mesh, axes in _filled_intervals(node):
             known.setdefault((id(mesh), axes), (mesh, axes, []))[2].append(part)
     return [*known.values()]
 
 
-def _filled(node: Parts | Tensor) -> Iterator[tuple[Tensor, AnyMesh, Axes]]:
+def _filled_intervals(node: Parts | Tensor) -> Iterator[tuple[Tensor, AnyMesh, Axes]]:
     """Yield (tensor, mesh, axes) of the filled intervals: padding may hold any values.
 
     If no elements are filled, yield an empty tensor: under vmap all ranks need results of one shape.

@@ -68,7 +68,7 @@ class Parts(OnMesh):
     def for_state(self) -> Parts:
         return self
 
-    def __getitem__(self, key: Any) -> Tree:
+    def __getitem__(self, key: object) -> Tree:
         raise TypeError(f"[{key!r}]: {_NO_NAMES}")
 
     def __getattr__(self, name: str) -> Tree:
@@ -160,7 +160,7 @@ def typed(x: Tree) -> Layout:
     layout = layout_of(x)
     if not layout.flat:
         return layout
-    tensors = _entries(x, layout) if isinstance(x, Parts) else tree.leaves(x)
+    tensors = _checked_entries(x, layout) if isinstance(x, Parts) else tree.leaves(x)
     dtypes = {number: tensors[layout.row_of[number].tensor].dtype for number in layout.numbers}
     if all(layout.leaves[n].dtype == dtype for n, dtype in dtypes.items()):
         return layout
@@ -183,7 +183,7 @@ def _as(leaf: Leaf, form: Form | None) -> Leaf:
     return replace(leaf, shape=form.shape, dtype=form.dtype, split=leaf.split if form.shape == leaf.shape else None)
 
 
-def structure(x: Tree) -> Hashable:
+def structure_key(x: Tree) -> Hashable:
     return x.key if isinstance(x, Parts | Views) else tree.flatten(x)[1]
 
 
@@ -193,7 +193,7 @@ def pieces(x: Tree, layout: Layout | None = None) -> list[tuple[int, Tensor]]:
     TypeError if a mapped function has put anything but tensors into the tree.
     """
     layout = layout or layout_of(x)
-    tensors = _entries(x, layout) if isinstance(x, Parts) else tree.leaves(x)
+    tensors = _checked_entries(x, layout) if isinstance(x, Parts) else tree.leaves(x)
     if not layout.flat:
         return [(s.leaf, tensors[s.tensor]) for s in layout.mine]
     return [(s.leaf, tensors[s.tensor][s.start : s.start + s.numel]) for s in layout.mine]
@@ -203,7 +203,7 @@ def path_of(layout: Layout, number: int) -> str:
     return next((layout.leaves[span.leaf].path for span in layout.mine if span.tensor == number), "")
 
 
-def _entries(x: Parts, layout: Layout) -> Sequence[Tensor]:
+def _checked_entries(x: Parts, layout: Layout) -> Sequence[Tensor]:
     for number, entry in enumerate(x.tensors):
         if not isinstance(entry, Tensor) or (layout.flat and entry.dim() != 1):
             leaf = path_of(layout, number)
@@ -259,7 +259,7 @@ def elements(x: Tree, layout: Layout | None = None) -> Iterator[tuple[Span, Tens
         yield span, piece if layout.flat else layout.leaves[number].flat(piece)
 
 
-def pick(x: Tree, layout: Layout) -> Parts | Views[Any]:
+def pick(x: Tree, layout: Layout) -> Parts | Views[Layout]:
     """Return the leaves of `x` in `layout`: views of flat tensors, or whole leaves."""
     if not layout.flat:
         tensors = tree.leaves(x)
@@ -288,7 +288,7 @@ def _between(views: Sequence[Tensor], start: int, numel: int) -> Iterator[Tensor
         start, numel, number = start + view.numel(), numel - view.numel(), number + 1
 
 
-def put(x: T, part: Tree, layout: Layout) -> T:
+def put_part(x: T, part: Tree, layout: Layout) -> T:
     """Return `x` with the leaves of `part`; flat tensors are written in place."""
     if layout.flat:
         write(pick(x, layout), part)
@@ -301,11 +301,11 @@ def put(x: T, part: Tree, layout: Layout) -> T:
 
 def write(into: Tree, x: Tree) -> None:
     if into is not x:
-        for to, new in zip(*aligned(into, x), strict=True):
+        for to, new in zip(*aligned_views(into, x), strict=True):
             to.copy_(new)
 
 
-def aligned(*trees: Tree) -> list[list[Tensor]]:
+def aligned_views(*trees: Tree) -> list[list[Tensor]]:
     """Return each tree's elements as views; view i has one size in all trees."""
     result: list[list[Tensor]] = [[] for _ in trees]
     for groups in zip(*map(_runs, trees), strict=True):

@@ -114,7 +114,7 @@ def reshard(
             part = interval(_parts_first(x, step, sizes), mesh, (step.axis,))
             return arrived(part, out if is_last else None)
         if step.kind == "gather":
-            full = _gathered(x, ranks, label, out if is_last else None, gather, lent)
+            full = _gathered_by(x, ranks, label, out if is_last else None, gather, lent)
             return full if is_last else full.keeping(x)
         into = out
         if not is_last:  # `TreeSums` chooses the dtype of its sums
@@ -149,7 +149,7 @@ def _parts_first(x: Tensor, step: RouteStep, sizes: Mapping[str, int]) -> Tensor
     return parts.movedim(step.to_cut.index(step.axis), 0).reshape(-1)
 
 
-def _gathered(x: Tensor, ranks: Ranks, label: str, out: Tensor | None, by: Gather | None, lent: bool) -> Pending:
+def _gathered_by(x: Tensor, ranks: Ranks, label: str, out: Tensor | None, by: Gather | None, lent: bool) -> Pending:
     if by is None:
         return primitives.all_gather(x, ranks, label, out, lent=lent)
 

@@ -24,7 +24,7 @@ def synchronise(part: nn.Module, path: str, calls: Calls) -> None:
     forward = super(nn.SyncBatchNorm, part).forward if isinstance(part, nn.SyncBatchNorm) else part.forward
 
     @functools.wraps(forward)
-    def over_ranks(*args: Any, **kwargs: Any) -> Any:
+    def over_ranks(*args: Any, **kwargs: Any) -> object:
         mesh = calls.current().params.mesh
         if num_ranks(mesh) == 1:
             return forward(*args, **kwargs)
@@ -39,7 +39,7 @@ def average(part: Any) -> None:
     forward = part.forward
 
     @functools.wraps(forward)
-    def averaged(*args: Any, **kwargs: Any) -> Any:
+    def averaged(*args: object, **kwargs: object) -> object:
         old = [part.running_mean.clone(), part.running_var.clone()]
         out = forward(*args, **kwargs)
         share = 1 / part.num_batches_tracked
@@ -78,7 +78,7 @@ def _batch_norm(
     if not training:
         return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     x = input.to(torch.promote_types(input.dtype, torch.float32))
-    count, mean, squares = _statistics(x, mesh, label)
+    count, mean, squares = _channel_statistics(x, mesh, label)
     with torch.no_grad():
         unbiased = squares / (count - 1).clamp(min=1)
         for running, value in ((running_mean, mean), (running_var, unbiased)):
@@ -91,7 +91,7 @@ def _batch_norm(
     return (out if bias is None else out + bias.view(shape)).to(input.dtype)
 
 
-def _statistics(x: Tensor, mesh: AnyMesh, label: str) -> tuple[Tensor, Tensor, Tensor]:
+def _channel_statistics(x: Tensor, mesh: AnyMesh, label: str) -> tuple[Tensor, Tensor, Tensor]:
     """Count per channel (1,), mean (C,), and sum of squares around the mean (C,), over ranks' batches of any sizes.
 
     Ranks gather means, too: a sum of squares loses the variance if a mean is large (Chan, Golub and LeVeque, 1979).

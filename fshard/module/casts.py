@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from traceback import walk_tb
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,7 +118,7 @@ def _check_batch_norms(skeleton: nn.Module, dtypes: Sequence[torch.dtype], buffe
     for path, part in skeleton.named_modules():
         if not isinstance(part, BATCH_NORMS):
             continue
-        tensors: dict[str, Any] = dict(part.named_parameters(recurse=False)) | dict(part.named_buffers(recurse=False))
+        tensors = dict(part.named_parameters(recurse=False)) | dict(part.named_buffers(recurse=False))
         weight, mean = (tensors.get(name) for name in ("weight", "running_mean"))  # two `Stand`s
         if weight is None or mean is None:
             continue
@@ -136,7 +135,7 @@ def cast_around(part: nn.Module, dtype: torch.dtype, around: torch.dtype | None)
     forward = part.forward
 
     @functools.wraps(forward)
-    def casting(*args: Any, **kwargs: Any) -> Any:
+    def casting(*args: object, **kwargs: object) -> object:
         kwargs = {name: _cast(x, dtype) for name, x in kwargs.items()}
         out = forward(*[_cast(x, dtype) for x in args], **kwargs)
         return out if around is None else _cast(out, around)
@@ -146,7 +145,7 @@ def cast_around(part: nn.Module, dtype: torch.dtype, around: torch.dtype | None)
     part.register_forward_pre_hook(lambda module, args: None)
 
 
-def _cast(x: Any, dtype: torch.dtype) -> Any:
+def _cast(x: object, dtype: torch.dtype) -> object:
     """Cast floating tensors; return `x` itself if nothing changes."""
     if isinstance(x, Tensor):
         return x.to(dtype) if x.is_floating_point() else x

@@ -10,15 +10,16 @@ Note [Compiled submodules]
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..core.tracing import is_tracing
+from ..core.tracing import Args, is_tracing
 from .skeleton import Slots, Stand, Weight, member_of, same_stands
 
-Tensors = dict[str, Tensor]
+ByName = dict[str, Tensor]
 
 
 def compile_again(part: Any) -> None:
@@ -29,9 +30,9 @@ def compile_again(part: Any) -> None:
         return
     params = {name: x for name, x in original.named_parameters(remove_duplicate=False) if isinstance(x, Stand)}
     slots = {name: _slots_of(original, name) for name, _ in original.named_buffers(remove_duplicate=False)}
-    compiled = part.dynamo_ctx(_function_of(_without_stands(original)))
+    compiled = part.dynamo_ctx(_functional(_without_stands(original)))
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         if is_tracing():
             return original(*args, **kwargs)
         given = {name: buffers[last] for name, (buffers, last) in slots.items()}
@@ -52,8 +53,8 @@ def _slots_of(module: nn.Module, name: str) -> tuple[Slots, str]:
     return vars(module.get_submodule(path))["_buffers"], last
 
 
-def _function_of(module: nn.Module) -> Any:
-    def run(params: Tensors, buffers: Tensors, args: Any, kwargs: Any) -> tuple[Any, Tensors]:
+def _functional(module: nn.Module) -> Callable[..., tuple[object, ByName]]:
+    def run(params: ByName, buffers: ByName, args: Args, kwargs: dict[str, object]) -> tuple[object, ByName]:
         tensors = {**params, **buffers}
         out = functional_call(module, tensors, args, kwargs)  # stores assigned buffers in `tensors`
         return out, {name: tensors[name] for name in buffers}

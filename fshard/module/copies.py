@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Mapping
-from typing import Any
 from zlib import crc32
 
 import torch
@@ -60,7 +59,7 @@ class Copies:
         self._calls = calls
         self._dtypes = [x.dtype for x in params.values()]
         self._synchronised = BATCH_NORMS if sync_batch_norm else nn.SyncBatchNorm
-        self._casts: dict[Any, Casts] = {}  # by dtypes and paths
+        self._casts: dict[object, Casts] = {}  # by dtypes and paths
         self._of_thread = threading.local()
 
     @property

@@ -45,7 +45,7 @@ class ModuleCall:
     def __init__(self, params: Leaves, buffers: Sequence[Tensor]):
         self.params = params
         self.buffers = buffers
-        self.put: dict[tuple[int, str], tuple[Any, Any]] = {}  # assigned (member, tensor) by (id of `Slots`, name)
+        self.put: dict[tuple[int, str], tuple[Any, Tensor]] = {}  # assigned (member, tensor) by (id of `Slots`, name)
         self._copies: dict[object, Tensor] = {}  # copies of buffers, made when first read
         self._after: dict[object, Tensor] = {}  # buffers assigned in the forward, set when it ends
         self._touching = set[CodeType]()  # code that touched buffers in the forward
@@ -82,7 +82,7 @@ class ModuleCall:
         read = buffer.clone()
         version = writes(read)
         # Private: nothing public runs at the end of a backward (test_module_code.py)
-        engine: Any = torch.autograd.Variable._execution_engine
+        engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: None if writes(read) == version else _refuse(path))
         return read
 
@@ -115,7 +115,7 @@ class ModuleCall:
 
     def stay_alive_with(self, results: Tree) -> None:
         for node in nodes_of(results):
-            metadata: dict[Any, Any] = node.metadata
+            metadata: dict[object, object] = node.metadata
             metadata[self] = None
             node.register_prehook(self._begin_backward)
 
@@ -129,7 +129,7 @@ _FOR_OTHERS = (
     os.path.join(os.path.dirname(__file__), "skeleton.py"),
     torch.nn.modules.module.__file__,
     os.path.join(os.path.dirname(torch.__file__), "fx"),
-    *tree.CODE,
+    *tree.MAP_CODE,
 )
 
 

@@ -50,7 +50,7 @@ class ModuleFunction:
         self._skeleton, self._params, self._buffers = copies.skeleton, params, buffers
         self.__wrapped__ = copies.skeleton  # `compiler/captures.py` reads this attribute
 
-    def __call__(self, params: Tree, buffers: Tree, /, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
+    def __call__(self, params: Tree, buffers: Tree, /, *args: Tree, **kwargs: Tree) -> tuple[Tree, Tree]:
         """The output of the module, and its buffers afterwards."""
         name = self._calls.name
         if isinstance(params, Parts):

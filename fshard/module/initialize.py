@@ -80,7 +80,7 @@ class Initializer:
         return part
 
     def _around(self, above: str, path: str, part: nn.Module) -> nn.Module:
-        module = _with_tensors(self._skeleton.get_submodule(above), _form)
+        module = _with_tensors(self._skeleton.get_submodule(above), _on_meta)
         parent, _, name = path.removeprefix(above).removeprefix(".").rpartition(".")
         vars(module.get_submodule(parent))["_modules"][name] = part
         return module
@@ -89,7 +89,7 @@ class Initializer:
         names = path.split(".") if path else []
         around = [self._skeleton.get_submodule(".".join(names[:end])) for end in range(len(names), -1, -1)]
         whole = next((module for module in around if callable(getattr(module, "_init_weights", None))), None)
-        reset: Any = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
+        reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
         if callable(reset):
             reset()
         if whole is not None:  # not instead of `reset`: `_init_weights` may skip some classes
@@ -119,7 +119,7 @@ def _with_tensors(part: nn.Module, make: Callable[[Member], Tensor]) -> nn.Modul
     for kind in ("_parameters", "_buffers"):
         slots: Slots = vars(part)[kind]
         vars(made)[kind] = {name: x if x is None else _made(member_of(x), make) for name, x in slots.stands.items()}
-    inside = {name: child if child is None else _with_tensors(child, _form) for name, child in part._modules.items()}
+    inside = {name: child if child is None else _with_tensors(child, _on_meta) for name, child in part._modules.items()}
     vars(made)["_modules"] = inside
     return made
 
@@ -129,5 +129,5 @@ def _made(place: Member, make: Callable[[Member], Tensor]) -> Tensor:
     return x if place.is_buffer else nn.Parameter(x, requires_grad=place.trains)
 
 
-def _form(place: Member) -> Tensor:
+def _on_meta(place: Member) -> Tensor:
     return place.form

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +42,7 @@ def _one_policy(plans: Iterable[Plan], what: str) -> None:
         )
 
 
-def leaves_like(what: str, spec: tree.Spec, x: Tree) -> list[Any]:
+def leaves_like(what: str, spec: tree.Spec, x: Tree) -> list[Tree]:
     try:
         return tree.flatten_up_to(spec, x)
     except ValueError:

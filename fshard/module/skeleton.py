@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
 
 from ..core import func_levels, tree
-from ..core.tracing import RERUN, is_tracing, unseen
+from ..core.tracing import RERUN, SET_DATA, Args, Kwargs, Operator, is_tracing, unseen
 from .current import Calls, ModuleCall
 from .leaves import Leaves
 
@@ -39,12 +39,13 @@ _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _SET_REQUIRES_GRAD = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 # a stand answers like a parameter of the original module: a leaf
 _OF_LEAVES = {getattr(Tensor, name).__get__: value for name, value in (("is_leaf", True), ("grad_fn", None))}
-_REFUSED: dict[Any, str] = {
-    Tensor.data.__set__: "set the data of",  # type: ignore[attr-defined]
+_REFUSED: dict[object, str] = {
+    SET_DATA: "set the data of",
     Tensor.register_hook: "registered a hook on",
     Tensor.register_post_accumulate_grad_hook: "registered a hook on",
 }
 
+T = TypeVar("T")
 _NEW_VALUES = "return new values, or make it a buffer"
 _REMEDIES = {
     "hook": "change the gradients that value_and_grad returns",
@@ -60,7 +61,7 @@ class Member:
         self.calls, self.path, self.number, self.is_buffer = calls, path, number, is_buffer
         self.form = torch.empty_like(x, device="meta")
         self.trains = x.requires_grad
-        self.attributes: dict[str, Any] = {}
+        self.attributes: dict[str, object] = {}
 
     def read(self) -> Tensor:
         return self.read_from(self.calls.current())
@@ -77,19 +78,19 @@ class Member:
                 return known
         return self._worn(x, call.params.is_gathered(self.number))
 
-    def _worn(self, x: Any, is_gathered: bool) -> Tensor:
+    def _worn(self, x: Tensor, is_gathered: bool) -> Tensor:
         """A call's tensor `x` as a `Weight`: `x` itself, or if it was gathered a view, stored in `x._worn`."""
         worn = x
-        kind: Any = type(x)
+        kind = type(x)
         rerun = RERUN.get() is not None  # `remat` runs a function again, on fresh tensors
         if (is_gathered and not rerun) or kind is FunctionalTensor:  # a view: other code may read `x` as a plain tensor
             # if `x` has a tangent (`hvp`), a view made at another level of torch.func would have none
             with nullcontext() if func_levels.is_wrapped(x) else func_levels.aside(), torch.enable_grad():
                 worn = x[...]  # `view_as` takes no sparse gradients
                 if kind is FunctionalTensor:
-                    worn._plain = x[...]
+                    vars(worn)["_plain"] = x[...]
             if not rerun:
-                x._worn = worn
+                vars(x)["_worn"] = worn
         worn.__class__ = _weights(kind)
         vars(worn).update(self.attributes, _place=self)
         return worn
@@ -107,7 +108,7 @@ class Member:
         raise ValueError(f"{self.calls.name}: the module {done} its parameter {self.path!r} in its forward: {remedy}")
 
 
-def _refusing(done: str) -> Any:
+def _refusing(done: str) -> Callable[..., NoReturn]:
     return lambda self, *args, **kwargs: self._place.refuse(done)
 
 
@@ -129,10 +130,10 @@ class Weight(nn.Parameter):
     register_post_accumulate_grad_hook = _refusing("registered a hook on")
     __deepcopy__ = _refusing("copied (copy.deepcopy)")
 
-    def requires_grad_(self, requires_grad: bool = True) -> Any:
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
         return self._place.train(self, requires_grad)
 
-    def set_(self, source: Any, *args: Any, **kwargs: Any) -> Any:
+    def set_(self, source: object, *args: object, **kwargs: object) -> Tensor:
         """Do nothing if `source` is this tensor, as parametrizations need; else refuse."""
         return self if source is self else self._place.refuse("set the data of")
 
@@ -140,11 +141,11 @@ class Weight(nn.Parameter):
 @functools.cache
 def _weights(kind: type[Tensor]) -> type[Weight]:
     """A `Weight` class for tensors of class `kind`: in a trace, fake or functional tensors."""
-    more = {"__torch_function__": classmethod(_with_plain)} if kind is FunctionalTensor else {}
+    more: dict[str, object] = {"__torch_function__": classmethod(_with_plain)} if kind is FunctionalTensor else {}
     return Weight if kind is Tensor else type(kind.__name__, (Weight, kind), more)
 
 
-def _with_plain(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def _with_plain(cls: type, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
     """Call `func` with a plain tensor for each `Weight`: functionalization accepts only its own class."""
     args, kwargs = tree.map_tops(lambda x: x._plain if isinstance(x, Weight) else x, Weight, (args, kwargs or {}))
     return func(*args, **kwargs)
@@ -170,13 +171,13 @@ class Stand(Tensor):
         stand._is_param = not place.is_buffer
         return stand
 
-    def know(self, attributes: Mapping[str, Any], stands: Mapping[int, Stand]) -> None:
+    def know(self, attributes: Mapping[str, object], stands: Mapping[int, Stand]) -> None:
         """Copy attributes that the module's code has put on the tensor; tensors in them become stands."""
         self._place.attributes = copy.deepcopy(dict(attributes), dict(stands))
         vars(self).update(self._place.attributes)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         place = args[0]._place if args and isinstance(args[0], Stand) else None
         if place is not None and func == _REQUIRES_GRAD:
             return place.trains
@@ -192,14 +193,14 @@ class Stand(Tensor):
         return args[0].data if func == _DATA else func(*args, **kwargs)  # `Weight` overrides `data`
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:  # type: ignore[override]
         """Replace stands for an operator that skips `__torch_function__` (torch.vmap).
 
         ValueError if derivatives would be lost.
         """
         differentiated = torch.is_grad_enabled() and func is not torch.ops.aten.detach.default
 
-        def current(x: Any) -> Any:
+        def current(x: object) -> object:
             if not isinstance(x, Stand):
                 return x
             place = x._place
@@ -217,49 +218,49 @@ class Stand(Tensor):
         args, kwargs = tree.map_tops(current, Stand, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
+    def __deepcopy__(self, memo: object) -> NoReturn:
         self._place.refuse("copied (copy.deepcopy)")
 
 
-def member_of(stand: Any) -> Member:
-    place: Member = stand._place
+def member_of(stand: Tensor) -> Member:
+    place: Member = vars(stand)["_place"]
     return place
 
 
-def _current(x: Any, form: bool) -> Any:
+def _current(x: T, form: bool) -> T | Tensor:
     if not isinstance(x, Stand):
         return x
     return x._place.like() if form else x._place.read()
 
 
-class Slots(dict[str, Any]):
+class Slots(dict[str, Tensor | None]):
     """The `_parameters` or `_buffers` of a submodule of the copy: indexing reads the tensor of the current call.
 
     A forward may replace a parameter if it restores the old parameter, as functional_call does.
     """
 
-    def __init__(self, stands: Mapping[str, Stand | None]):
+    def __init__(self, stands: Mapping[str, Tensor | None]):
         super().__init__(stands)
-        self._deleted: dict[str, Stand] = {}
+        self._deleted: dict[str, Tensor] = {}
 
     @property
-    def stands(self) -> dict[str, Stand | None]:
+    def stands(self) -> dict[str, Tensor | None]:
         return dict(super().items())
 
     def __getitem__(self, name: str) -> Tensor | None:
         stand = super().__getitem__(name)
         if stand is None:
             return None
-        place = stand._place
+        place = member_of(stand)
         call = place.calls.current()
         value = call.put.get((id(self), name), (place, stand))[1] if call.put else stand
         return place.read_from(call, (id(self), name)) if value is stand else _current(value, False)
 
-    def _listed(self, name: str, stand: Stand | None) -> Tensor | None:
-        call = None if stand is None else stand._place.calls.found()
+    def _listed(self, name: str, stand: Tensor | None) -> Tensor | None:
+        call = None if stand is None else member_of(stand).calls.found()
         return stand if call is None else call.put.get((id(self), name), (stand, stand))[1]
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> Any:
         return self._listed(name, super().get(name)) if name in self else default
 
     def items(self) -> Any:
@@ -268,14 +269,14 @@ class Slots(dict[str, Any]):
     def values(self) -> Any:
         return [x for _, x in self.items()]
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         stand = super().get(name, self._deleted.get(name))
         if stand is None or not isinstance(value, Tensor):
             raise ValueError(
                 f"the module set {name!r} in its forward, which was not there when it was made a function, or is no "
                 "tensor now: make buffers in __init__ (register_buffer), and return new values of parameters"
             )
-        place = stand._place
+        place = member_of(stand)
         call = place.calls.current()
         super().__setitem__(name, stand)
         self._deleted.pop(name, None)
@@ -290,7 +291,8 @@ class Slots(dict[str, Any]):
         stand = self.pop(name)
         if stand is not None:
             self._deleted[name] = stand
-            stand._place.calls.current().put[id(self), name] = stand._place, stand
+            place = member_of(stand)
+            place.calls.current().put[id(self), name] = place, stand
 
     def __deepcopy__(self, memo: Any) -> Slots:
         return Slots({name: copy.deepcopy(stand, memo) for name, stand in super().items()})
@@ -319,7 +321,7 @@ def places_in(part: nn.Module) -> list[Member]:
 
 
 def skeleton(module: nn.Module, stands: Mapping[int, Stand]) -> nn.Module:
-    copied = _copy(module, dict(stands))
+    copied = _deep_copy(module, dict(stands))
     for part in copied.modules():
         for kind in ("_parameters", "_buffers"):
             tensors = vars(part)[kind]
@@ -339,27 +341,26 @@ def in_eval_mode(skeleton: nn.Module) -> nn.Module:
 def copy_of(skeleton: nn.Module, calls: Calls) -> nn.Module:
     # an RNN that is copied reads and keeps its weights: these reads must return stands
     with calls.during(ModuleCall(_Stands(skeleton), [])), _Constants() if is_tracing() else nullcontext():
-        return _copy(skeleton, same_stands(skeleton))
+        return _deep_copy(skeleton, same_stands(skeleton))
 
 
 class _Constants(TorchFunctionMode):
     """In a trace, copy tensors that are neither parameters nor buffers as constants: they never change."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        x: Any = args[0] if args else None
-        if type(x) in (Tensor, nn.Parameter) and func in (Tensor.__deepcopy__, _DATA):
+    def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
+        if args and type(args[0]) in (Tensor, nn.Parameter) and func in (Tensor.__deepcopy__, _DATA):
             with unseen():  # a parameter in a list becomes a plain tensor
-                x = x.detach()
+                x = args[0].detach()
             return torch.ops.aten.lift_fresh.default(x) if x.layout is torch.strided else x
         return func(*args, **(kwargs or {}))
 
 
-def same_stands(part: nn.Module) -> dict[int, Any]:
+def same_stands(part: nn.Module) -> dict[int, object]:
     """A memo with which copy.deepcopy keeps stands as they are."""
     return {id(x): x for kind in (part.parameters(), part.buffers()) for x in kind}
 
 
-def _copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def _deep_copy(module: nn.Module, memo: dict[int, object]) -> nn.Module:
     try:
         return copy.deepcopy(module, memo)
     except Exception as failure:
@@ -380,7 +381,7 @@ class _Stands(Leaves):
         return member_of(self._stands[number]).form
 
 
-def nested(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def nested(tensors: Mapping[str, Tensor]) -> dict[str, object]:
     """Nest tensors with dotted names in dicts, in their order.
 
     >>> nested({"a.b": 1, "c": 2, "a.d": 3})

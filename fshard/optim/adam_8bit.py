@@ -24,7 +24,7 @@ from ..update import kernels
 from ..update.base import Needs, Transform, checked, start_count
 from ..update.elementwise import Rate, adam_corrections, with_rate
 
-_CHUNK = 1 << 15  # elements; these and their codes fit a CPU's cache
+_CACHED_CODES = 1 << 15  # elements; these and their codes fit a CPU's cache
 Books = tuple[Tensor, Tensor]  # code books of the first and the second moment
 
 
@@ -199,8 +199,8 @@ def _update_row(
     constants: kernels.Constants, books: Books, block: int, p: Tensor, g: Tensor, *moments: Tensor
 ) -> list[Tensor]:
     """The change of the parameter, then codes and scales of both moments."""
-    chunk = max(1, block_size(p, _CHUNK) // block)
-    change: kernels.Reference = partial(kernels.adam, **kernels.constants_beside(constants, p))
+    chunk = max(1, block_size(p, _CACHED_CODES) // block)
+    change: kernels.Reference = partial(kernels.by_adam, **kernels.constants_beside(constants, p))
     wide = [_blocks(x.float(), block, chunk) for x in (p, g)]
     codes = [_blocks(x, block, chunk) for x in moments[::2]]  # padded with code 0, the value 0
     scales = [x.split(chunk) for x in moments[1::2]]  # (at most `chunk`,) each

@@ -24,7 +24,7 @@ from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..layout.layout import Layout, Leaf
 from ..layout.norms import leaf_norms, scale_leaves_
-from ..layout.pieces import Parts, copied, device_of, elements, layout_of, packed, pick, pieces, put
+from ..layout.pieces import Parts, copied, device_of, elements, layout_of, packed, pick, pieces, put_part
 from ..layout.row import Span
 from ..update.base import Needs, Transform, TransformLike, as_transform, at, checked, clip_by, clip_factor, start_count
 from ..update.elementwise import AdamState, Rate, adam_transform
@@ -169,7 +169,7 @@ def adafactor(
         rms_of_step, rms_of_params = (leaf_norms(x, layout=layout, exact=exact_norms) / sizes for x in (steps, params))
         alpha = rms_of_params.clamp(min=eps[1]) * torch.minimum(rate, t.rsqrt())
         steps = scale_leaves_(steps, -alpha / (rms_of_step / d).clamp(min=1.0), layout)
-        return _decayed(steps, params, rate, weight_decay), state
+        return _decayed_updates(steps, params, rate, weight_decay), state
 
     def on_vectors(
         grads: Tree, state: AdafactorState, params: Tree = None, exact_norms: bool = False, **extra: object
@@ -206,13 +206,13 @@ def _divided(grads: Tree, state: AdafactorState, layout: Layout, eps: float | No
     for (span, g), (number, out) in zip(elements(grads, layout), pieces(steps, layout), strict=True):
         leaf = layout.leaves[number]
         if factors := _factors(leaf):
-            step = _scaled(g, span, factors, state.row_var[leaf.path], state.col_var[leaf.path], _floor(eps, g))
+            step = _factored(g, span, factors, state.row_var[leaf.path], state.col_var[leaf.path], _floor(eps, g))
             out.copy_(step if layout.flat else leaf.shaped(step))
     if state.vectors is None:
         return steps
     vectors = packed(pick(grads, state.vectors))
     roots = tree.map(lambda g, v: g * v.clamp(min=_floor(eps, g) ** 2).rsqrt(), vectors, state.variance)
-    return put(steps, roots, state.vectors)
+    return put_part(steps, roots, state.vectors)
 
 
 def _root_sizes(numels: Sequence[int], device: torch.device) -> Tensor:
@@ -230,7 +230,7 @@ def _made_roots(numels: tuple[int, ...], device: torch.device) -> Tensor:
 _kept_roots = lru_cache(maxsize=64)(_made_roots)
 
 
-def _decayed(updates: Tree, params: Tree, rate: Number, weight_decay: Number) -> Tree:
+def _decayed_updates(updates: Tree, params: Tree, rate: Number, weight_decay: Number) -> Tree:
     if is_zero(weight_decay):
         return updates
     decay = rate * weight_decay
@@ -270,7 +270,7 @@ def _row_and_column_means(grads: Tree, layout: Layout) -> tuple[dict[str, Tensor
     return row, col
 
 
-def _scaled(g: Tensor, span: Span, factors: Factors, row: Tensor, col: Tensor, eps: float) -> Tensor:
+def _factored(g: Tensor, span: Span, factors: Factors, row: Tensor, col: Tensor, eps: float) -> Tensor:
     rows, first, matrix = factors.fold(g, span.begin)  # (rows, m), matrix: (rows,)
     row, col = row.to(g.device), col.to(g.device)
     if factors.turned:
@@ -378,7 +378,7 @@ def muon(
         updates = tree.unflatten(tree.flatten(whole)[1], scaled)
         updates = updates if on_all else spread(updates, directions, "muon")
         updates = tree.map(lambda u: (beside(rate, u) * u).to(u.dtype), updates)
-        updates = _decayed(updates, params, rate, weight_decay)
+        updates = _decayed_updates(updates, params, rate, weight_decay)
         return updates, MuonState(state.count + 1, new_momentum)
 
     fallback = adam_transform("adamw", lr, 0.9, 0.999, 1e-8, 0.01, decoupled=True) if rest is None else rest

@@ -69,7 +69,7 @@ def lbfgs(lr: Rate = 1.0, history_size: int = 10, max_iter: int = 1) -> Transfor
         first = (1 / global_norm(grads, 1, exact_norms)).clamp(max=1.0)
         rate = at(lr, state.count) * torch.where(moved, 1.0, first)
         weights = (_direction(_kept(products, keeps)) * rate).unbind()  # 2 m + 1 weights, 0-d
-        updates = tree.map(lambda *xs: _combined(weights, xs), *s, *y, grads)
+        updates = tree.map(lambda *xs: _weighted_sum(weights, xs), *s, *y, grads)
         here, slope = tree.map(torch.clone, (params, grads))  # the caller may write to its tensors
         return updates, LbfgsState(state.count + 1, here, slope, s, y)
 
@@ -130,7 +130,7 @@ def _direction(products: Tensor) -> Tensor:
     return torch.stack(weights)
 
 
-def _combined(weights: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
+def _weighted_sum(weights: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
     total = torch.zeros_like(rows[0])
     for weight, row in zip(weights, rows, strict=True):
         total = total + (beside(weight, row) * row).to(row.dtype)

@@ -18,7 +18,7 @@ from ..core.scalars import double
 Schedule = Callable[[Tensor], Tensor]
 
 
-def _check(name: str, steps: object = 1, **numbers: object) -> None:
+def _check_numbers(name: str, steps: object = 1, **numbers: object) -> None:
     check_whole(f"schedule {name}: steps", steps, what="a number of steps")
     for argument, value in numbers.items():
         expect(f"schedule {name}: {argument}", value, is_number(value) and math.isfinite(value), "a finite number")
@@ -34,7 +34,7 @@ def constant(value: float) -> Schedule:
     >>> constant(0.1)(torch.tensor(5.0)).item()
     0.1
     """
-    _check("constant", value=value)
+    _check_numbers("constant", value=value)
     return lambda count: torch.full((), value, dtype=torch.float64, device=double(count).device)
 
 
@@ -44,7 +44,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     >>> linear(0.0, 1.0, 4)(torch.tensor(1.0)).item()
     0.25
     """
-    _check("linear", steps, start=start, end=end)
+    _check_numbers("linear", steps, start=start, end=end)
     return lambda count: start + (end - start) * _share(count, steps)
 
 
@@ -56,7 +56,7 @@ def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
     >>> cosine(1.0, 4)(torch.tensor(2.0)).item()
     0.5
     """
-    _check("cosine", steps, start=start, end=end)
+    _check_numbers("cosine", steps, start=start, end=end)
     return lambda count: end + (start - end) * (1 + torch.cos(math.pi * _share(count, steps))) / 2
 
 
@@ -69,7 +69,7 @@ def warmup_cosine(peak: float, warmup: int, steps: int, start: float = 0.0, end:
     >>> [schedule(torch.tensor(float(i))).item() for i in (0, 1, 2, 4)]
     [0.0, 0.5, 1.0, 0.5]
     """
-    _check("warmup_cosine", warmup, peak=peak, start=start, end=end)
+    _check_numbers("warmup_cosine", warmup, peak=peak, start=start, end=end)
     check_whole("schedule warmup_cosine: steps", steps, warmup + 1, what="a number of steps, warm-up included")
     return join([linear(start, peak, warmup), cosine(peak, steps - warmup, end)], [warmup])
 

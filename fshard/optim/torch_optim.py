@@ -24,8 +24,8 @@ from .matrix import whole_leaves
 
 # elementwise classes; all other classes get whole leaves
 _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-Entry = dict[str, Tensor]  # a torch optimizer's state of one parameter
-Numbers = dict[str, Tensor | float]  # an `Entry` of a user's class, with numbers
+OfLeaf = dict[str, Tensor]  # a torch optimizer's state of one parameter
+Numbers = dict[str, Tensor | float]  # an `OfLeaf` of a user's class, with numbers
 Settings: TypeAlias = Mapping[str, Any]  # arguments of an optimizer class
 # `run(grads, state, params, extra)` runs the class's own step, which writes to `params`, and returns the new state
 Run = Callable[[Tree, TorchState, Tree, Settings], TorchState]
@@ -91,15 +91,15 @@ def _on_leaves(cls: type[Optimizer], hyperparams: Settings) -> Transform:
         rows, layout = [row.detach() for row in tree.leaves(params)], layout_of(params)
         if not rows:  # torch makes no optimizer without parameters
             return state
-        new_entries = _stepped(cls, hyperparams, rows, tree.leaves(grads), _by_leaf(state, layout))
+        new_entries = _stepped(cls, hyperparams, rows, tree.leaves(grads), _entries_by_leaf(state, layout))
         return TorchState(_next_by_name(state, layout, new_entries), {})
 
     return _adapted(cls, hyperparams, init, run)
 
 
 def _stepped(
-    cls: type[Optimizer], hyperparams: Settings, rows: list[Tensor], grads: Sequence[Tensor], entries: Sequence[Entry]
-) -> list[Entry]:
+    cls: type[Optimizer], hyperparams: Settings, rows: list[Tensor], grads: Sequence[Tensor], entries: Sequence[OfLeaf]
+) -> list[OfLeaf]:
     """Step in place on `rows`; return each row's new state."""
     optimizer = cls(rows, **hyperparams)
     for row, g, entry in zip(rows, grads, entries, strict=True):
@@ -145,7 +145,7 @@ def _check_class(cls: object) -> None:
         raise ValueError(f"from_torch: cannot run {name!r} as a transformation: {why}")
 
 
-def _begin(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Entry:
+def _begin(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> OfLeaf:
     """The state before a parameter's first update."""
     row = row.detach()
     optimizer: Any = cls([row], **hyperparams)  # each class has `_init_group`, `Optimizer` has not
@@ -164,14 +164,14 @@ def _begin(cls: type[Optimizer], hyperparams: Settings, row: Tensor) -> Entry:
     return entry
 
 
-def _like_params(entries: Sequence[Entry], params: Tree, first: Entry, scalars: set[str]) -> TorchState:
+def _like_params(entries: Sequence[OfLeaf], params: Tree, first: OfLeaf, scalars: set[str]) -> TorchState:
     """Return entries as trees like `params`. `first`: an entry with all names."""
     spec = tree.flatten(params)[1]
     tensors = {n: tree.unflatten(spec, [entry[n] for entry in entries]) for n in first if n not in scalars}
     return TorchState({n: clear_padding_(x) for n, x in tensors.items()}, {n: first[n] for n in first if n in scalars})
 
 
-def _first_by_name(params: Tree, begin: Callable[[Tensor], Entry], device: str) -> dict[str, Parts]:
+def _first_by_name(params: Tree, begin: Callable[[Tensor], OfLeaf], device: str) -> dict[str, Parts]:
     """The first state of this rank's leaves; every rank makes all leaves' state on `device`, to learn shapes."""
     rows, layout = tree.leaves(params), layout_of(params)
     leaves = {n: layout.leaves[n] for n in layout.numbers}
@@ -181,28 +181,28 @@ def _first_by_name(params: Tree, begin: Callable[[Tensor], Entry], device: str) 
     return {name: _pieces_of(name, layout, shapes, local_entries) for name in names}
 
 
-def _next_by_name(state: TorchState, layout: Layout, entries: Sequence[Entry]) -> dict[str, Parts]:
+def _next_by_name(state: TorchState, layout: Layout, entries: Sequence[OfLeaf]) -> dict[str, Parts]:
     entry_of = dict(zip((s.leaf for s in layout.mine), entries, strict=True))
     layouts = {name: old.layout for name, old in state.tensors.items()}
     return {name: Parts(of, [entry_of[s.leaf][name] for s in of.mine]) for name, of in layouts.items()}
 
 
-def _pieces_of(name: str, layout: Layout, shapes: Mapping[int, Entry], local_entries: Mapping[int, Entry]) -> Parts:
+def _pieces_of(name: str, layout: Layout, shapes: Mapping[int, OfLeaf], local_entries: Mapping[int, OfLeaf]) -> Parts:
     """The state of one name; some leaves may lack this name."""
     forms = {n: Form(tuple(entry[name].shape), entry[name].dtype) for n, entry in shapes.items() if name in entry}
     part = reshaped(layout, forms)
     return Parts(replace(part, source=(name, part.source)), [local_entries[s.leaf][name] for s in part.mine])
 
 
-def _by_row(state: TorchState, num_rows: int) -> list[Entry]:
+def _by_row(state: TorchState, num_rows: int) -> list[OfLeaf]:
     """Each row's state, with copies of 0-d tensors: a step writes to these."""
     columns = {name: tree.leaves(x) for name, x in state.tensors.items()}
     rows = ({name: column[i] for name, column in columns.items()} for i in range(num_rows))
     return [row | {name: x.clone() for name, x in state.scalars.items()} for row in rows]
 
 
-def _by_leaf(state: TorchState, layout: Layout) -> list[Entry]:
-    entries: dict[int, Entry] = {s.leaf: {} for s in layout.mine}
+def _entries_by_leaf(state: TorchState, layout: Layout) -> list[OfLeaf]:
+    entries: dict[int, OfLeaf] = {s.leaf: {} for s in layout.mine}
     for name, x in state.tensors.items():
         for number, leaf in pieces(x):
             entries[number][name] = leaf
@@ -211,14 +211,14 @@ def _by_leaf(state: TorchState, layout: Layout) -> list[Entry]:
 
 def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
     """Run a user's class. A trial step with zero gradients shows its shapes; the first real step makes the state."""
-    _check_apart(cls, hyperparams)
+    _check_independent(cls, hyperparams)
     first = _first_step(cls, hyperparams, torch.zeros(2, 2, dtype=torch.float32, device="cpu"))
     # the state has 0-d tensors for Python numbers
     numbers = {n: type(x) for n, x in first.items() if not isinstance(x, Tensor)}
-    known, needed = inspect.signature(cls.step).parameters.keys() - {"self", "closure"}, _needed(cls)
+    known, needed = inspect.signature(cls.step).parameters.keys() - {"self", "closure"}, _needed_arguments(cls)
 
-    def begin(row: Tensor) -> Entry:
-        return {name: _value(x) for name, x in _first_step(cls, hyperparams, row).items()}
+    def begin(row: Tensor) -> OfLeaf:
+        return {name: _value_tensor(x) for name, x in _first_step(cls, hyperparams, row).items()}
 
     def init(params: Tree) -> TorchState:
         return TorchState(_first_by_name(params, begin, "cpu"), {BEGUN: double(0.0)})
@@ -230,11 +230,11 @@ def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
                 f"{missing[0]}=...)"
             )
         rows, layout = [row.detach() for row in tree.leaves(params)], layout_of(params)
-        entries = list[Entry]()
+        entries = list[OfLeaf]()
         begun = bool(state.scalars[BEGUN])  # on the CPU: no wait for a device
         if rows:
             optimizer = cls(rows, **hyperparams)
-            for row, g, entry in zip(rows, tree.leaves(grads), _by_leaf(state, layout), strict=True):
+            for row, g, entry in zip(rows, tree.leaves(grads), _entries_by_leaf(state, layout), strict=True):
                 row.grad = g.detach().to(row.dtype, copy=True).resolve_conj()  # a class may write to `grad`
                 if begun:  # the class expects no state at its first step
                     optimizer.state[row] = {n: numbers[n](x) if n in numbers else x for n, x in entry.items()}
@@ -243,14 +243,14 @@ def _of_user(cls: type[Optimizer], hyperparams: Settings) -> Transform:
             for alias, row in zip(aliases, rows, strict=True):
                 if row.data_ptr() != alias.data_ptr():  # a class may give its parameter new memory (p.data = ...)
                     alias.copy_(row)
-            entries = [{name: _value(x) for name, x in optimizer.state[row].items()} for row in rows]
-        _check_names(cls, {name for entry in entries for name in entry}, state)
+            entries = [{name: _value_tensor(x) for name, x in optimizer.state[row].items()} for row in rows]
+        _check_kept_names(cls, {name for entry in entries for name in entry}, state)
         return TorchState(_next_by_name(state, layout, entries), {BEGUN: double(1.0)})
 
     return _adapted(cls, hyperparams, init, run)
 
 
-def _needed(cls: type[Optimizer]) -> list[str]:
+def _needed_arguments(cls: type[Optimizer]) -> list[str]:
     _, *arguments = inspect.signature(cls.step).parameters.values()
     needed = [a.name for a in arguments if a.default is a.empty and a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)]
     if "closure" in needed:
@@ -261,7 +261,7 @@ def _needed(cls: type[Optimizer]) -> list[str]:
 def _try_step(optimizer: Optimizer) -> None:
     """Call the optimizer's step, with 1.0 for each argument without a default."""
     cls, step = type(optimizer), cast("Callable[..., object]", optimizer.step)
-    needed = _needed(cls)
+    needed = _needed_arguments(cls)
     try:
         step(**{name: torch.ones((), dtype=torch.float32, device="cpu") for name in needed})
     except Exception as failure:
@@ -273,7 +273,7 @@ def _try_step(optimizer: Optimizer) -> None:
         ) from failure
 
 
-def _check_apart(cls: type[Optimizer], hyperparams: Settings) -> None:
+def _check_independent(cls: type[Optimizer], hyperparams: Settings) -> None:
     """ValueError if a parameter's update depends on other parameters: these may be on other ranks."""
 
     def stepped(*starts: Tensor) -> list[Tensor]:
@@ -293,7 +293,7 @@ def _check_apart(cls: type[Optimizer], hyperparams: Settings) -> None:
         )
 
 
-def _check_names(cls: type[Optimizer], names: set[str], state: TorchState) -> None:
+def _check_kept_names(cls: type[Optimizer], names: set[str], state: TorchState) -> None:
     if late := names - state.tensors.keys():
         raise ValueError(
             f"from_torch: {cls.__name__} keeps {min(late)!r} of a parameter, which its first step with a gradient of "
@@ -301,7 +301,7 @@ def _check_names(cls: type[Optimizer], names: set[str], state: TorchState) -> No
         )
 
 
-def _value(x: Tensor | float) -> Tensor:
+def _value_tensor(x: Tensor | float) -> Tensor:
     return x if isinstance(x, Tensor) else double(x) if isinstance(x, float) else torch.tensor(x, device="cpu")
 
 

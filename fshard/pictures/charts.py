@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..compiler.lowered import Lowered
 from ..graph.inspect import Flight, flights
 from ..graph.memory import Footprint
-from ..plan.owners import Picture, aligned, shortened, size, span
+from ..plan.owners import Picture, shortened, size, span, tabulate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,22 +25,22 @@ _PURPOSES = {
     "activations": "#54a24b",
     "results": "#b279a2",
 }
-_KINDS = {"all_gather": "#f58518", "reduce_scatter": "#e45756", "all_reduce": "#54a24b"}
-_OTHERS = "#72609d"  # colour of other kinds
+_KIND_COLOURS = {"all_gather": "#f58518", "reduce_scatter": "#e45756", "all_reduce": "#54a24b"}
+_OTHER_COLOUR = "#72609d"  # colour of other kinds
 _LINES, _LABELS = 10, 30  # most lines of a table, and most names of units in a chart
 
 
 def chart(lowered: Lowered) -> Picture:
     """Return the picture of a lowered function; its rows are the collectives."""
     memory, sent = lowered.memory(), flights(lowered.graph)
-    return Picture("\n".join(_lines(memory, sent)), sent, lambda: _svg(memory, sent))
+    return Picture("\n".join(_chart_tables(memory, sent)), sent, lambda: _chart_svg(memory, sent))
 
 
-def _lines(memory: Footprint, sent: Sequence[Flight]) -> list[str]:
+def _chart_tables(memory: Footprint, sent: Sequence[Flight]) -> list[str]:
     """Return tables: the peak by purpose, and collectives, grouped if units differ only in numbers."""
     by = sorted(memory.by.items(), key=lambda item: -item[1])
     head = f"{len(memory.nodes):,} nodes; the peak of memory is {size(memory.peak)}, at {memory.at}:"
-    lines = [head, *aligned([[purpose, size(nbytes)] for purpose, nbytes in by], right={1})]
+    lines = [head, *tabulate([[purpose, size(nbytes)] for purpose, nbytes in by], right={1})]
     alike = dict[tuple[str, str, str], list[Flight]]()
     for flight in sent:
         alike.setdefault((flight.kind, re.sub(r"\d+", "0", flight.unit), flight.axis), []).append(flight)
@@ -49,7 +49,7 @@ def _lines(memory: Footprint, sent: Sequence[Flight]) -> list[str]:
     if rest := [flight for group in groups[_LINES:] for flight in group]:
         rows.append(_row("others", "", rest))
     title = ["collective", "unit", "axis", "number", "sent", "in flight"]
-    table = ["", *aligned([title, *rows], right={3, 4}), "in flight: nodes from start to wait"]
+    table = ["", *tabulate([title, *rows], right={3, 4}), "in flight: nodes from start to wait"]
     return [*lines, *table] if sent else lines
 
 
@@ -70,7 +70,7 @@ def brief(unit: str, width: int) -> str:
     return shortened(f"{first} and {len(others)} more" if others and len(unit) > width else unit, width)
 
 
-def _svg(memory: Footprint, sent: Sequence[Flight]) -> str:
+def _chart_svg(memory: Footprint, sent: Sequence[Flight]) -> str:
     from matplotlib import rc_context
 
     text = io.StringIO()
@@ -89,14 +89,14 @@ def figure(memory: Footprint, sent: Sequence[Flight]) -> Figure:
     heights = [2.6, *([0.5 + 0.19 * min(len(units), _LABELS)] if units else [])]
     result = Figure(figsize=(10, sum(heights) + 1.1), layout="constrained", facecolor="white")
     above, *below = result.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
-    _memory(above, memory)
+    _draw_memory(above, memory)
     for axes in below:  # no axes if there are no collectives
         _timeline(axes, sent, units)
     result.axes[-1].set_xlabel("node of the graph, in the order of execution")
     return result
 
 
-def _memory(axes: Axes, memory: Footprint) -> None:
+def _draw_memory(axes: Axes, memory: Footprint) -> None:
     # without purposes too small to see
     used = [x for x in _PURPOSES if max(row.get(x, 0) for row in memory.bytes) > memory.peak / 500]
     *_, unit = size(memory.peak).split()
@@ -119,7 +119,7 @@ def _timeline(axes: Axes, sent: Sequence[Flight], units: Sequence[str]) -> None:
             [units.index(flight.unit or "(no label)") for flight in of_kind],
             [flight.wait - flight.start for flight in of_kind],
             left=[flight.start for flight in of_kind],
-            color=(colour := _KINDS.get(kind, _OTHERS)),
+            color=(colour := _KIND_COLOURS.get(kind, _OTHER_COLOUR)),
             edgecolor=colour,  # shows short bars
             linewidth=0.8,
             label=kind,

@@ -3,7 +3,7 @@
 Note [Two units]
     By default the unit in use and the units gathered ahead take at most twice the bytes of the largest unit; so do the
     unit with arriving gradients and the units being reduced. While a small unit computes, several small units travel,
-    so the link has work. At least one unit travels, and at most `_MOST`: more units gained nothing
+    so the link has work. At least one unit travels, and at most `_MOST_AHEAD`: more units gained nothing
     (docs/benchmarks.md). If collectives have several stages, only one unit is in the first stage.
 
 Note [Crossing over]
@@ -29,7 +29,7 @@ from ..comm.ranks import Pending
 from ..core.random import HOST
 from ..core.tracing import is_tracing, memo
 
-_MOST = 4
+_MOST_AHEAD = 4
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Ahead:
         [4, 2, 0]
         """
         number = 1 if self.number is None and stages > 1 else self.number
-        return _MOST if number is None else number + stages - 1 if number else 0
+        return _MOST_AHEAD if number is None else number + stages - 1 if number else 0
 
     def gathers(self, unit: int | None, following: Iterable[int], stages: int) -> list[int]:
         """Return the first units of `following`, to gather while `unit` computes.
@@ -81,7 +81,7 @@ class Ahead:
 
     def _fitting(self, unit: int | None, others: Iterable[int]) -> Iterator[int]:
         room = self._room - (0 if unit is None else self.sizes[unit])
-        for number, other in enumerate(islice(others, _MOST)):
+        for number, other in enumerate(islice(others, _MOST_AHEAD)):
             room -= self.sizes[other]
             if number and room < 0:
                 return

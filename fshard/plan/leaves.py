@@ -46,7 +46,7 @@ def first_places(flat: Sequence[Tensor], paths: Sequence[str]) -> list[int]:
     ValueError for leaves that share memory but are not tied.
     """
     first: dict[Hashable, int] = {}
-    places = [first.setdefault(identity(leaf), i) for i, leaf in enumerate(flat)]
+    places = [first.setdefault(memory_key(leaf), i) for i, leaf in enumerate(flat)]
     by_storage: dict[int, list[int]] = defaultdict(list)  # without later tied leaves: these may share memory
     for i in dict.fromkeys(places):
         if flat[i].numel():
@@ -56,7 +56,7 @@ def first_places(flat: Sequence[Tensor], paths: Sequence[str]) -> list[int]:
     return places
 
 
-def identity(leaf: Tensor) -> Hashable:
+def memory_key(leaf: Tensor) -> Hashable:
     """Return a key, equal for living tied leaves: the same elements of the same memory."""
     if not leaf.numel():  # all empty tensors may have one storage
         return id(leaf)

@@ -108,7 +108,7 @@ def table(columns: Sequence[str], rows: Sequence[TableLine]) -> list[str]:
     width = 80 - sum(2 + max(map(len, column)) for column in zip(title[1:], *cells, strict=True))
     first = [f"{shortened(name, width - len(brief) - 1)} {brief}".strip() for name, brief in names]
     lines = [title, *([name, *row] for name, row in zip(first, cells, strict=True))]
-    return list(aligned(lines, right=range(1, len(columns) + 2)))
+    return list(tabulate(lines, right=range(1, len(columns) + 2)))
 
 
 def _sizes(columns: Sequence[str], rows: Sequence[TableLine]) -> list[str]:
@@ -172,10 +172,10 @@ def _text(x: float, y: float, text: str, bold: bool = False, small: bool = False
     )
 
 
-def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> Iterator[str]:
+def tabulate(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> Iterator[str]:
     """Yield rows of cells as lines, with columns as wide as their widest cell. Columns in `right` are numbers.
 
-    >>> [*aligned([["w", "8"], ["bias", "16"]], right={1})]
+    >>> [*tabulate([["w", "8"], ["bias", "16"]], right={1})]
     ['w      8', 'bias  16']
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

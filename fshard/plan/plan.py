@@ -44,9 +44,9 @@ from .owners import Holders, Picture, Share, TableLine, picture, size, span
 from .precision import Policy, Precision
 from .units import ENDS, ROOT
 
-_ALIGN = 16  # bytes
+_ALIGN_SHARDS = 16  # bytes
 _BUCKET = 1 << 20  # bytes; smaller units cost time for messages, not for bytes
-_SMALL = 16 << 20  # most bytes of gradients, if they wait in memory for a joined unit
+_SMALL_GRADIENTS = 16 << 20  # most bytes of gradients, if they wait in memory for a joined unit
 _MANY = 8  # saved messages worth advice
 
 Shares = Mapping[str, tuple[Axes, Sequence[int]]]
@@ -70,7 +70,7 @@ class Kind:
     @property
     def aligned(self) -> int:
         """Elements in 16 bytes of the narrowest dtype."""
-        return max(1, _ALIGN // self.precision.itemsize)
+        return max(1, _ALIGN_SHARDS // self.precision.itemsize)
 
     def __str__(self) -> str:
         return " ".join([str(self.precision), *self.words, *["state-on-host"] * self.state_on_host])
@@ -117,12 +117,12 @@ class Unit:
         return self.name not in (ROOT, *ENDS) and not self.joined
 
 
-def _joined(units: Sequence[Unit]) -> Unit:
+def _joined_unit(units: Sequence[Unit]) -> Unit:
     names, lengths = tuple(unit.name for unit in units), tuple(map(sum, zip(*(x.lengths for x in units), strict=True)))
     return Unit(f"{names[0]} to {names[-1]}", lengths, units[0].keep_rule, names) if len(units) > 1 else units[0]
 
 
-@tree.constant
+@tree.register_constant
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The layout of a tree over the axes of a mesh: immutable, hashable, picklable, the same on every rank.
@@ -206,14 +206,14 @@ class Plan:
         places = ((slot, *begins[slot.unit]) for slot in self.slots)
         slots = tuple(replace(slot, unit=unit, start=slot.start + begin[slot.kind]) for slot, unit, begin in places)
         claims = tuple(begins[unit][0] for unit in self.claims)
-        return replace(self, units=tuple(map(_joined, groups)), slots=slots, claims=claims)
+        return replace(self, units=tuple(map(_joined_unit, groups)), slots=slots, claims=claims)
 
     @memo
     def as_read(self) -> Plan | None:
         """A plan of joined units over the same tensors, for an eager loss; None for a large, sent or cast tree."""
         if self.gather or self.param_wire or self.grad_wire or self.num_ranks(self.axis_names) > 1:
             return None
-        if sum(self.ahead.sizes) > _SMALL:
+        if sum(self.ahead.sizes) > _SMALL_GRADIENTS:
             return None
         casts = any(kind.host or len({*vars(kind.precision).values()}) > 1 for kind in self.kinds)
         return None if casts else self.join(_BUCKET)
@@ -356,7 +356,7 @@ class Plan:
 
     def first_difference(self, other: Plan) -> str:
         """Describe the first difference from another plan."""
-        return consensus.first_difference(self.describe(), other.describe(), "{}, there is {}")
+        return consensus.first_unlike_line(self.describe(), other.describe(), "{}, there is {}")
 
     def describe(self) -> str:
         """Return everything that ranks must agree on, as lines of text."""

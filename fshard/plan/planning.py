@@ -123,7 +123,7 @@ def make_plan(
     splits = claim_splits(params, origins, split or {}, sizes)
     kind_of = _kinds(params, origins, {"whole": whole, "frozen": frozen, "offload": offload}, policy, splits)
     steps = {kind: math.lcm(kind.aligned, block) for kind in dict.fromkeys(kind_of.values())}
-    slots, lengths = _place(flat, paths, kind_of, steps, claims, len(names), splits)
+    slots, lengths = _place_units(flat, paths, kind_of, steps, claims, len(names), splits)
     plan = Plan(
         spec=spec,
         leaves=tuple(slot_of[i] for i in origins),
@@ -144,7 +144,7 @@ def make_plan(
         data=_data_axes(data, sizes, splits.values(), over["state_over"]),
         mesh=connected(mesh),
     ).join(bucket)
-    return _compared(_padded(plan, [step * num_ranks(mesh) for step in steps.values()]))
+    return _same_on_ranks(_padded(plan, [step * num_ranks(mesh) for step in steps.values()]))
 
 
 def _data_axes(
@@ -171,7 +171,7 @@ def _padded(plan: Plan, multiples: Sequence[int]) -> Plan:
     return replace(plan, units=tuple(padded))
 
 
-def _compared(plan: Plan) -> Plan:
+def _same_on_ranks(plan: Plan) -> Plan:
     consensus.check_same(plan.mesh, plan.describe(), "the plan")
     return plan
 
@@ -219,7 +219,7 @@ def _check_travel(gather: Gather | None, prefetch: int | None, bucket: int) -> N
     check_whole("bucket", bucket, 0, what="a number of bytes")
 
 
-def _place(
+def _place_units(
     flat: Sequence[Tensor],
     paths: Sequence[str],
     kind_of: dict[int, Kind],

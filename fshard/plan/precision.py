@@ -13,7 +13,7 @@ from ..core.arguments import check_flags, check_word, shown, wrong
 from ..core.tree import Tree
 
 Dtype = torch.dtype | str | None
-Where = str | Callable[[str, Tree], bool]
+WherePolicy = str | Callable[[str, Tree], bool]
 _SHORT = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _SHORT.items()}
 
@@ -54,7 +54,7 @@ class Policy:
     grads: Dtype = None
     cast_inputs: bool = True
     cast_at: tuple[str, ...] = ()
-    overrides: tuple[tuple[Where, Policy], ...] = ()
+    overrides: tuple[tuple[WherePolicy, Policy], ...] = ()
 
     def __post_init__(self) -> None:
         for name in _DTYPES:
@@ -82,11 +82,11 @@ class Policy:
             if not colon:
                 raise ValueError(f"policy: {override.strip()!r}: expected 'pattern: name=dtype, ...' after a semicolon")
             overrides.append((pattern.strip(), cls.parse(words)))
-        dtypes, cast_inputs, cast_at = _settings(first)
+        dtypes, cast_inputs, cast_at = _parsed_settings(first)
         return cls(**dtypes, cast_inputs=cast_inputs, cast_at=cast_at, overrides=tuple(overrides))
 
     def __str__(self) -> str:
-        words = [f"{name}={_name(getattr(self, name))}" for name in _DTYPES if getattr(self, name) is not None]
+        words = [f"{name}={_dtype_name(getattr(self, name))}" for name in _DTYPES if getattr(self, name) is not None]
         words += ["cast_inputs=no"] * (not self.cast_inputs)
         words += [f"cast_at={' '.join(self.cast_at)}"] if self.cast_at else []
         return "; ".join([",".join(words), *(f"{where}: {policy}" for where, policy in self.named().overrides)])
@@ -125,7 +125,7 @@ _YES, _NO = ("yes", "true", "True", "1"), ("no", "false", "False", "0")
 _DTYPES = [f.name for f in fields(Policy) if f.name not in ("cast_inputs", "cast_at", "overrides")]
 
 
-def _each(where: Where | list[str] | tuple[str, ...]) -> Sequence[Where]:
+def _each(where: WherePolicy | list[str] | tuple[str, ...]) -> Sequence[WherePolicy]:
     return [*where] if isinstance(where, list | tuple) else [where]
 
 
@@ -135,7 +135,7 @@ def _are_pairs(x: object) -> bool:
     return all(isinstance(pair, tuple) and len(pair) == 2 for pair in x)
 
 
-def _settings(text: str) -> tuple[dict[str, str], bool, tuple[str, ...]]:
+def _parsed_settings(text: str) -> tuple[dict[str, str], bool, tuple[str, ...]]:
     settings: dict[str, str] = {}
     for word in filter(None, (word.strip() for word in text.split(","))):
         name, value = (x.strip() for x in (*word.partition("=")[::2],))
@@ -160,7 +160,7 @@ def _dtype(field: str, value: Dtype) -> torch.dtype | None:
     return dtype
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
@@ -194,13 +194,13 @@ class Precision:
     @property
     def brief(self) -> str:
         """The dtypes of storage and computation: "f32", "f32/bf16"."""
-        return "/".join(map(_name, dict.fromkeys((self.storage, self.compute))))
+        return "/".join(map(_dtype_name, dict.fromkeys((self.storage, self.compute))))
 
     def __str__(self) -> str:
         words = [str(self.storage).removeprefix("torch.")]
-        words += [f"computed in {_name(self.compute)}"] * (self.compute != self.storage)
-        words += [f"reduced in {_name(self.reduce)}"] * (self.reduce != self.compute)
-        words += [f"gradients in {_name(self.grads)}"] * (self.grads != self.storage)
+        words += [f"computed in {_dtype_name(self.compute)}"] * (self.compute != self.storage)
+        words += [f"reduced in {_dtype_name(self.reduce)}"] * (self.reduce != self.compute)
+        words += [f"gradients in {_dtype_name(self.grads)}"] * (self.grads != self.storage)
         return ", ".join(words)
 
 

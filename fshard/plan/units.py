@@ -102,7 +102,7 @@ def claim_leaves(params: Tree, spec: tree.Spec, origins: Sequence[int], where: W
 
 
 def claim_splits(
-    params: Tree, origins: Sequence[int], split: Mapping[str, Sequence[Any]], sizes: Mapping[str, int]
+    params: Tree, origins: Sequence[int], split: Mapping[str, Sequence[object]], sizes: Mapping[str, int]
 ) -> dict[int, Split]:
     """Return {leaf number: split}; a tied leaf has its first occurrence's number. An axis of one rank splits nothing.
 

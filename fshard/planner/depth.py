@@ -141,7 +141,7 @@ _Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
 Results = dict[Key, tuple[list[_Form], tree.Spec]]  # results of operators, by operator and arguments
 
 
-def _form(x: Tensor) -> _Form:
+def _tensor_key(x: Tensor) -> _Form:
     return x.shape, x.stride(), x.dtype
 
 
@@ -167,7 +167,7 @@ class _Recorder(TorchDispatchMode):
         inputs = tree.leaves((args, kwargs or {}))
         if any(isinstance(x, Tensor) and not x.is_meta for x in inputs):  # a real tensor, read from a closure
             args, kwargs = tree.map(_bare, (args, kwargs or {}))
-        key = func, *(_form(x) if isinstance(x, Tensor) else repr(x) for x in inputs)
+        key = func, *(_tensor_key(x) if isinstance(x, Tensor) else repr(x) for x in inputs)
         ago = [len(self.keys) - self._written.get(address(x), 0) for x in inputs if isinstance(x, Tensor)]
         self.keys.append((key, torch.is_grad_enabled(), *(n if n <= _NEAR else None for n in ago)))
         if key in self._results:
@@ -178,7 +178,7 @@ class _Recorder(TorchDispatchMode):
             leaves, spec = tree.flatten(out)
             is_new = not any(x.alias_info for x in (*func._schema.arguments, *func._schema.returns))
             if is_new and all(isinstance(x, Tensor) for x in leaves):
-                self._results[key] = [_form(x) for x in leaves], spec
+                self._results[key] = [_tensor_key(x) for x in leaves], spec
         self._written |= {address(x): len(self.keys) for x in tree.leaves(out) if isinstance(x, Tensor)}
         return out
 
@@ -293,11 +293,11 @@ def images(graphs: Sequence[Rows], short: Sequence[Key], places: Runs, times: Se
     return images while bytes grow linearly with the number of periods. Return None if bytes between these images do
     not.
     """
-    inside = {at for end, period in places for at in range(_begin(short, end, period), end)}
+    inside = {at for end, period in places for at in range(_first_period(short, end, period), end)}
     outside = [at for at in range(len(short)) if at not in inside]
     result = [[at + n * _before(places, at) for n in times] for at in outside]
     for end, period in places:
-        nodes, before = range(_begin(short, end, period), end), _before(places, end - 1)
+        nodes, before = range(_first_period(short, end, period), end), _before(places, end - 1)
         heads = [[at + n * before for n in times] for at in nodes]
         tails = [[at + n * (before + period) for n in times] for at in nodes]
         heads = heads[: _num_even(graphs, heads, times) // period * period]
@@ -320,7 +320,7 @@ def _before(places: Runs, at: int) -> int:
     return sum(period for end, period in places if end <= at)
 
 
-def _begin(keys: Sequence[Key], end: int, period: int) -> int:
+def _first_period(keys: Sequence[Key], end: int, period: int) -> int:
     begin = end - period
     while begin >= period and keys[begin - period : begin] == keys[begin : begin + period]:
         begin -= period

@@ -14,20 +14,20 @@ from torch import Tensor, fx
 
 from ..compiler.jit import Jitted, jit
 from ..compiler.lowered import Lowered, Options, lower
-from ..compiler.signature import flatten
+from ..compiler.signature import flat_call
 from ..compiler.trace import TraceError, eval_shape
 from ..core import tree
 from ..core.arguments import call_site, check_whole
 from ..core.tree import Tree
-from ..graph.inspect import Flight, Traffic, collectives, flights, form, operator, values
+from ..graph.inspect import Flight, Traffic, collectives, flights, form_of, operator, values
 from ..graph.memory import MemorySpan, rows, spans
-from ..plan.owners import aligned, shortened, size
+from ..plan.owners import shortened, size, tabulate
 from ..plan.plan import Plan
 from ..sharding.sharded import Sharded
 from ..train.step import Step
 from .depth import Key, Results, Stack, calls, depths_of, expanded, images, noted, runs, stack_of, with_few, with_plan
 
-MOST = 10  # listed tensors at the peak
+MOST_SHOWN = 10  # listed tensors at the peak
 
 
 class Interval(NamedTuple):
@@ -151,7 +151,7 @@ def estimate(step: Callable[..., Tree], state: Tree, batch: Tree, *args: Tree) -
     stack = stack_of(sharded[0]) if sharded else None
     figures, said = _of_few(fn, options, given, sharded[0], stack) if stack else (None, "no list of equal units")
     if figures is None:
-        whole = _read(fn, options, given, stack)
+        whole = _read_step(fn, options, given, stack)
         sites = [[i] for i in range(len(whole.sites))]
         figures, said = _figures([whole], sites, _Growth((0,), 0), stack), f"the whole graph: {said}"
     notes = [f"the graph of jit(step, donate={options.donate}, bucket={options.bucket}, in_flight={options.in_flight})"]
@@ -185,8 +185,8 @@ class _Figures(NamedTuple):
     sent: _Sent
 
 
-def _read(fn: Callable[..., Tree], options: Options, given: Sequence[Tree], stack: Stack | None) -> _Reading:
-    lowered = lower(partial(noted, fn, call_site()), *flatten(given, {}), options)
+def _read_step(fn: Callable[..., Tree], options: Options, given: Sequence[Tree], stack: Stack | None) -> _Reading:
+    lowered = lower(partial(noted, fn, call_site()), *flat_call(given, {}), options)
     return _Reading(lowered, stack, "optimizer" if _has_state_on_host(given) else "")
 
 
@@ -214,7 +214,7 @@ def _of_few(
         places = runs(few, more)
         if places is None or expanded(few, places, stack.depth - depths[0]) != whole:
             return None, f"{name}, but the loss does not compute the same with each"
-        readings = [_read(fn, options, each, stack) for each in states]
+        readings = [_read_step(fn, options, each, stack) for each in states]
     except (TraceError, RuntimeError, TypeError, ValueError, LookupError, AttributeError) as failure:
         return None, f"{name}, but with fewer the loss fails: {type(failure).__name__}: {failure}".splitlines()[0]
     sizes = set.intersection(*(reading.sizes for reading in readings))
@@ -314,7 +314,7 @@ class _Reading:
         groups = dict[tuple[str, ...], tuple[int, int]]()
         for span in self.spans:
             if span.first <= site.number <= span.last and span.nbytes:
-                at, text = self._units[span.first], form(span.value)
+                at, text = self._units[span.first], form_of(span.value)
                 # the length of a flat tensor depends on the number of units
                 text = text.partition("[")[0] if span.value.dim() == 1 else text
                 unit = at.starts if span.what == "gathered" else at.unit
@@ -342,7 +342,7 @@ def _figures(
     there = [reading.there(site) for reading, site in zip(readings, sites, strict=True)]
     pairs = {key: [groups.get(key, (0, 0)) for groups in there] for key in dict.fromkeys(chain(*there))}
     tensors = [Tensors(*key, *all_of.pair(pair, "a tensor")) for key, pair in pairs.items()]  # type: ignore[call-arg, arg-type]
-    largest = sorted(tensors, key=lambda row: -row.bytes)[:MOST]
+    largest = sorted(tensors, key=lambda row: -row.bytes)[:MOST_SHOWN]
     peak = Peak(totals[top], *sites[0][1:5], tuple(largest))
     return _Figures(peak, sorted(memory, key=lambda row: -row.at_peak), _sent_by_all(readings, all_of, stack))
 
@@ -396,6 +396,6 @@ def _lines(x: Estimate) -> list[str]:
     names = ("allocated", "workspaces", "reserved", "communicators", "total")
     room = [["on a GPU", "from", "to", "source"]]
     room += [[n, size(i.low), size(i.high), i.source] for n in names for i in [getattr(device, n)]]
-    tables = [aligned(memory, {1, 2, 3}), aligned(largest, {4, 5}), aligned(sent, {2, 3}), aligned(room, {1, 2})]
+    tables = [tabulate(memory, {1, 2, 3}), tabulate(largest, {4, 5}), tabulate(sent, {2, 3}), tabulate(room, {1, 2})]
     notes = [f"not counted: {', '.join(device.unknown)}", f"of {x.graph}", *x.notes]
     return [head, *(line for table in tables for line in ["", *table]), "", *notes]

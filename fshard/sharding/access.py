@@ -10,7 +10,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from types import MethodDescriptorType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 from torch import Tensor
 
@@ -78,7 +78,7 @@ class Shown:
         for key, read in [*self._read.items()]:
             # False for a container of leaves alone
             nests = read.spec.num_nodes > read.spec.num_leaves + 1
-            if sys.getrefcount(read.container) > _ALONE or (nests and _has_inside(read.container)):
+            if sys.getrefcount(read.container) > _OUTSIDE or (nests and _has_inside(read.container)):
                 continue
             if not tree.consists_of(read.container, read.spec, read.leaves):
                 read.inside[read.position] = read.container
@@ -96,11 +96,11 @@ class Shown:
                 read.inside[read.position] = read.container
 
 
-# Reference counts of an unused container: `_ALONE` by a list and the call, `_INSIDE` also by its parent. If Python
+# Reference counts of an unused container: `_OUTSIDE` by a list and the call, `_INSIDE` also by its parent. If Python
 # counted more, a unit would stay in memory longer; if fewer, a change after another unit's read would be lost.
 _EXAMPLE: list[Tree] = [{}]
-_ALONE = sys.getrefcount(_EXAMPLE[0])
-_INSIDE = _ALONE + 1
+_OUTSIDE = sys.getrefcount(_EXAMPLE[0])
+_INSIDE = _OUTSIDE + 1
 
 
 def _has_inside(container: Tree) -> bool:
@@ -155,7 +155,7 @@ class Lazy(Branch, tree.StandIn):
     def _of_children_(self, children: Sequence[Tree]) -> Tree:
         return tree.unflatten(_one_level(self._spec_), children)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         return self._filled_().__reduce_ex__(protocol)
 
     def __copy__(self) -> Tree:
@@ -246,10 +246,10 @@ class LazyContainer(Readable, Lazy):
         else:
             setattr(self._settled_(), name, value)
 
-    def __setitem__(self, key: Any, value: Tree) -> None:
+    def __setitem__(self, key: object, value: Tree) -> None:
         self._settled_()[key] = value
 
-    def __delitem__(self, key: Any) -> None:
+    def __delitem__(self, key: object) -> None:
         del self._settled_()[key]
 
     def __bool__(self) -> bool:
@@ -311,7 +311,7 @@ class LazyObject(Lazy):
         listed = None if tape is None else tape.plan.container(spec, first)
         like = held if listed is None else tree.unflatten(_one_level(spec), [None] * len(listed.children))
         cls._attributes_.copy(like, self)
-        state: tuple[Any, ...] = (tape, spec, first, {}, listed)
+        state: tuple[object, ...] = (tape, spec, first, {}, listed)
         for name, value in zip(containers.STATE, state, strict=True):
             object.__setattr__(self, name, value)  # also if a dataclass is frozen
         return self
@@ -325,7 +325,7 @@ class LazyObject(Lazy):
         return self._of_children_([*map(self._pick_, children)])
 
     def _of_children_(self, children: Sequence[Tree]) -> Tree:
-        node: Any = object.__new__(self.__class__)
+        node: Tree = object.__new__(self.__class__)
         self._attributes_.copy(self, node)
         # `children` is empty if the stand-in holds its children
         for name, child in zip(self._attributes_.children, children, strict=False):
@@ -347,9 +347,8 @@ def lazy(tape: ReadsTape | None, spec: tree.Spec, first: int, held: Tree = None)
     """
     if spec.type in _PLAIN:
         return _stand_in(spec.type)._made_(tape, spec, first, held)
-    kind: Any = spec.type
-    names = containers.child_names(spec)
-    if names is not None and (made := _stand_in(kind, names, containers.special_names(kind))) is not None:
+    kind, names = spec.type, containers.child_names(spec)
+    if kind and names is not None and (made := _stand_in(kind, names, containers.special_names(kind))) is not None:
         return made._made_(tape, spec, first, held)
     if tape is None:
         return held

@@ -24,7 +24,7 @@ from ..plan.plan import Plan, Slot
 from ..plan.units import ENDS, LAST
 
 
-@tree.constant
+@tree.register_constant
 @dataclass(frozen=True)
 class View:
     """The contents of a `Sharded`: some kinds and units of a plan, cut over some axes, for one subtree."""
@@ -131,7 +131,7 @@ class Entry(NamedTuple):
 
 
 # The reads of a subtree: runs of adjacent leaves in a unit, as (unit, slice of its leaves)
-Runs: TypeAlias = Sequence[tuple[int, slice]]
+LeafRuns: TypeAlias = Sequence[tuple[int, slice]]
 
 
 class Schedule:
@@ -139,7 +139,7 @@ class Schedule:
 
     def __init__(self, view: View):
         plan = view.plan
-        entries = {unit: _entry(view, unit) for unit in range(*view.units)}
+        entries = {unit: _unit_entry(view, unit) for unit in range(*view.units)}
         self.sends = any(e.sent for e in entries.values())
         self.entries = {unit: e._replace(leads=e.sent or not self.sends) for unit, e in entries.items()}
         self.last = view.units[1] - 1  # the last unit
@@ -152,7 +152,7 @@ class Schedule:
         # by leaf number in the whole tree: (unit, number in the unit), or None for other kinds; the leaf's claim
         self._slots = [folder_of.get(plan.slots[number]) for number in plan.leaves]
         self._claims = _claims(plan)
-        self._runs: dict[tuple[int, int], Runs | None] = {}
+        self._runs: dict[tuple[int, int], LeafRuns | None] = {}
 
     @memo
     def likely(self) -> list[int]:
@@ -170,18 +170,18 @@ class Schedule:
             raise KeyError(number)
         return place
 
-    def runs(self, first: int, num: int) -> Runs | None:
+    def runs(self, first: int, num: int) -> LeafRuns | None:
         """Return the reads of `num` leaves from leaf `first` on; None if several units claim the leaves."""
         try:
             return self._runs[first, num]
         except KeyError:
             is_shared = len(set(self._claims[first : first + num])) > 1
-        runs = None if is_shared else _runs([*map(self.leaf, range(first, first + num))])
+        runs = None if is_shared else _runs_of_places([*map(self.leaf, range(first, first + num))])
         self._runs[first, num] = runs
         return runs
 
 
-def _runs(places: Iterable[tuple[int, int]]) -> Runs:
+def _runs_of_places(places: Iterable[tuple[int, int]]) -> LeafRuns:
     runs = list[tuple[int, slice]]()
     for unit, number in places:
         last, leaves = runs[-1] if runs else (None, slice(0))
@@ -213,7 +213,7 @@ def schedule(view: View) -> Schedule:
     return known[key]
 
 
-def _entry(view: View, unit: int) -> Entry:
+def _unit_entry(view: View, unit: int) -> Entry:
     plan = view.plan
     rows = tuple(view.rows[unit, kind] for kind in view.kinds if (unit, kind) in view.rows)
     slots = tuple(slot for row in rows for slot in row.leaves)

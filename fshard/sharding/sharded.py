@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from ..layout.pieces import Parts, Views, packed
 from ..layout.row import Row, Span
 from ..layout.rules import COPIES, reshard
 from ..plan import ahead
-from ..plan.leaves import check_tensors, identity
+from ..plan.leaves import check_tensors, memory_key
 from ..plan.owners import Picture, picture
 from ..plan.plan import Plan, Slot, check_plain
 from ..plan.planning import with_policy
@@ -96,7 +95,7 @@ class Sharded(Parts, Readable):
         """The trainable kinds, cut over `state_over`: a copy if `state_over` cuts them further."""
         return packed(refine(self.trainable, self.plan.state_over))
 
-    def with_trained(self, fine: Sharded | Views[Any]) -> Sharded:
+    def with_trained(self, fine: Sharded | Views[View]) -> Sharded:
         """Return these parameters with trainable kinds gathered from `fine`, a tree cut over `state_over`."""
         return self.updated(coarsen(fine, self.plan.params_over))
 
@@ -157,7 +156,7 @@ class Sharded(Parts, Readable):
         slots, whole = self.view.slots(), dict[Slot, Tensor]()
         # sorted: ranks start the same gathers in one order
         for unit, kind in sorted({(s.unit, s.kind) for s in slots if s.kind in self.view.kinds}):
-            whole.update(whole_leaves(self, unit, kind, parts))
+            whole.update(leaves_of_unit(self, unit, kind, parts))
         # None for a leaf of a missing kind: a frozen leaf among gradients
         return tree.unflatten(self.view.spec, [whole.get(slot) for slot in slots])
 
@@ -250,7 +249,7 @@ def shard_params(params: Tree, plan: Plan, src: int | None = None) -> Sharded:
         values = by_slot
         if src is not None:  # the leaves of one row at a time: a rank may lack room for all
             values = {slot: _from_rank(by_slot[slot].detach(), plan, src, device) for slot in row.leaves}
-        pack(values, plan, sharded.view.rows[place], sharded.shard(*place))
+        pack_shard(values, plan, sharded.view.rows[place], sharded.shard(*place))
     return sharded
 
 
@@ -266,7 +265,7 @@ def room(view: View, kind: int, like: Tensor) -> Tensor:
     return ahead.host_row(numel, like.dtype, plan.device) if plan.kinds[kind].host else like.new_empty(numel)
 
 
-def pack(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot], out: Tensor) -> Tensor:
+def pack_shard(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot], out: Tensor) -> Tensor:
     """Fill `out`, this rank's shard of a row, from whole leaves; padding is zero."""
     return row.fill(lambda slot: slot.flat(leaves[slot].detach()), row.number(plan.mesh), out)
 
@@ -288,7 +287,7 @@ def _placed_leaves(params: Tree, plan: Plan) -> list[Tensor]:
     for path, number in zip(plan.paths, plan.leaves, strict=True):
         leaf = by_path[path]
         first = placed.setdefault(number, leaf)
-        same = isinstance(first, Tensor) and isinstance(leaf, Tensor) and identity(first) == identity(leaf)
+        same = isinstance(first, Tensor) and isinstance(leaf, Tensor) and memory_key(first) == memory_key(leaf)
         if first is not leaf and not same:
             raise ValueError(
                 f"leaf {path!r}: expected the very tensor of {plan.slots[number].path!r}, as in the plan, got another "
@@ -375,7 +374,7 @@ def _is_on_host(plan: Plan, kind: int, x: Tensor) -> bool:
     return plan.kinds[kind].host or (plan.state_on_host and x.device == HOST)
 
 
-def whole_leaves(x: Sharded, unit: int, kind: int, parts: bool = False) -> dict[Slot, Tensor]:
+def leaves_of_unit(x: Sharded, unit: int, kind: int, parts: bool = False) -> dict[Slot, Tensor]:
     """Gather the leaves of one unit and kind, whole or in parts; differentiable."""
     row, full, plan = x.view.rows[unit, kind], gather_unit(x, unit, kind), x.plan
     if row.split is None or parts:
@@ -388,7 +387,7 @@ def whole_leaves(x: Sharded, unit: int, kind: int, parts: bool = False) -> dict[
     return whole
 
 
-def refine(x: Sharded, over: Axes) -> Sharded | Views[Any]:
+def refine(x: Sharded, over: Axes) -> Sharded | Views[View]:
     """Cut a whole tree over its axes and more, `over`: return `Views`, or the same tensors if nothing is cut.
 
     A unit's new shard lies inside its old shard, so new shards are not adjacent in a tensor.
@@ -407,7 +406,7 @@ def refine(x: Sharded, over: Axes) -> Sharded | Views[Any]:
     return Views(Sharded, view, runs)
 
 
-def shards_of(x: Sharded | Views[Any]) -> dict[tuple[int, int], Tensor]:
+def shards_of(x: Sharded | Views[View]) -> dict[tuple[int, int], Tensor]:
     """Return views of this rank's shards by unit and kind."""
     view: View = x.key
     rows = [view.of_kind(kind) for kind in view.kinds]
@@ -416,7 +415,7 @@ def shards_of(x: Sharded | Views[Any]) -> dict[tuple[int, int], Tensor]:
     return {(row.unit, row.kind): shard for row, shard in pairs}
 
 
-def coarsen(x: Sharded | Views[Any], over: Axes, into: Sharded | None = None) -> Sharded:
+def coarsen(x: Sharded | Views[View], over: Axes, into: Sharded | None = None) -> Sharded:
     """Gather a whole tree over its axes outside `over`, into `into`, if given. Dual: `refine`.
 
     If nothing is gathered, return the tensors of `x`.
@@ -455,7 +454,7 @@ def _of_one(way: str, x: Sharded, axes: Axes) -> Sharded:
     return Sharded(x.view, tensors)
 
 
-def _summed(x: Sharded | Views[Any], view: View, further: Axes) -> Sharded:
+def _summed(x: Sharded | Views[View], view: View, further: Axes) -> Sharded:
     """Differentiable `coarsen`: each rank writes its shards into zeros, and ranks sum these tensors."""
     shards, plan = shards_of(x), view.plan
     like = {kind: shard for (_, kind), shard in shards.items()}

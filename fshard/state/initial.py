@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core.arguments import check_function, check_whole, expect, shown
 from ..core.random import seeded_by
 from ..plan.plan import Plan, Slot
-from ..sharding.sharded import Sharded, empty_params, pack
+from ..sharding.sharded import Sharded, empty_params, pack_shard
 
 Initialize = Callable[[str, Tensor], Tensor]
 
@@ -54,5 +54,5 @@ def filled(into: Sharded, read: Callable[[Slot], Tensor]) -> Sharded:
     for place in into.plan.rows:
         if row := into.view.rows.get(place):
             # no variable keeps the leaves in memory while the next unit's are made
-            pack({slot: read(slot) for slot in row.leaves}, into.plan, row, into.shard(*place))
+            pack_shard({slot: read(slot) for slot in row.leaves}, into.plan, row, into.shard(*place))
     return into

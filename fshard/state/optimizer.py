@@ -47,14 +47,14 @@ def _mesh(state: Tree, params: Tree = ()) -> AnyMesh:
     return next((mesh for mesh in (mesh_of(state), *labels, mesh_of(params)) if mesh is not None), None)
 
 
-def _along(layout: Layout, rank: int) -> int:
+def _number_along(layout: Layout, rank: int) -> int:
     """The number of a rank of the mesh along a layout's axes, as one coordinate."""
     sizes = axis_sizes(layout.mesh)
     at = dict(zip(sizes, digits(rank, [*sizes.values()]), strict=True))
     return number_of([at[axis] for axis in layout.axes], [sizes[axis] for axis in layout.axes])
 
 
-def _chunks(layout: Layout) -> Iterator[list[int]]:
+def _leaf_chunks(layout: Layout) -> Iterator[list[int]]:
     chunk, numel = list[int](), 0
     for number in layout.numbers:
         chunk.append(number)
@@ -119,9 +119,9 @@ def _holds(mesh: AnyMesh, rank: int | None) -> bool:
 
 def _whole_leaves(x: Parts, rank: int | None) -> Iterator[tuple[str, Tensor]]:
     layout = x.layout
-    for numbers in _chunks(layout):
+    for numbers in _leaf_chunks(layout):
         part = layout.pick(numbers)
-        target = on_rank(part, None if rank is None else _along(layout, rank))
+        target = on_rank(part, None if rank is None else _number_along(layout, rank))
         label = _LABEL if rank is None else f"{_LABEL} for rank {rank}"
         whole = collect(packed(pick(x, part)), target, label)
         yield from ((layout.leaves[number].path, leaf) for number, leaf in pieces(whole))
@@ -254,7 +254,7 @@ def extend(state: Tree, tx: TransformLike, params: Tree) -> Tree:
     ['inner.old.count', 'inner.old.mu.w']
     """
     begun = as_transform(tx).init(params.for_state if isinstance(params, Parts) else params)
-    mesh, origins = _mesh(begun, params), _origins(state, begun, params)
+    mesh, origins = _mesh(begun, params), _old_keys(state, begun, params)
     src = None if mesh is None else 0
     old = gather_state(state, src)
     plain = {path: x for path, x in tree.paths_to(begun, Parts) if isinstance(x, Tensor)}
@@ -262,7 +262,7 @@ def extend(state: Tree, tx: TransformLike, params: Tree) -> Tree:
     return _sharded(whole, begun, mesh, src, {key for key, *_ in _forms(begun)} - origins.keys())
 
 
-def _origins(state: Tree, begun: Tree, params: Tree) -> dict[str, str]:
+def _old_keys(state: Tree, begun: Tree, params: Tree) -> dict[str, str]:
     """Map keys of `begun` to the keys of their values in `state`."""
     before, fields = known(state, params).fields, known(begun, params).fields
     keys = {field.place: field.key for field in before}

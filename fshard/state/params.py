@@ -16,7 +16,7 @@ from ..core.arguments import check_flags, check_whole, expect
 from ..core.differences import Form, Wanted, equal_values, name_differences, unfit
 from ..layout.pieces import device_of, pieces
 from ..plan.plan import Slot
-from ..sharding.sharded import Sharded, whole_leaves
+from ..sharding.sharded import Sharded, leaves_of_unit
 from . import dtensors as torch_sharded
 from .initial import filled
 from .names import Rename, renamed
@@ -37,7 +37,7 @@ def state_dict(x: Sharded, rank: int | None = None, dtensors: bool = False) -> d
     >>> state_dict(shard_params({"a": {"w": torch.ones(2)}}, plan))
     {'a.w': tensor([1., 1.])}
     """
-    check_sharded("state_dict: x", x)
+    expect_sharded("state_dict: x", x)
     check_whole_tree("state_dict", x)
     check_flags(dtensors=dtensors)
     plan, mesh = x.plan, x.plan.live_mesh()
@@ -51,7 +51,7 @@ def state_dict(x: Sharded, rank: int | None = None, dtensors: bool = False) -> d
     for place in plan.rows:
         if row := x.view.rows.get(place):
             with torch.no_grad():
-                leaves = whole_leaves(x, *place)
+                leaves = leaves_of_unit(x, *place)
             for slot, leaf in leaves.items() if keeps else ():
                 if on is None:
                     result[slot] = leaf.to("cpu", copy=True)
@@ -99,7 +99,7 @@ def load_with_buffers(
 
     `paths`: from names after `rename` to different names in the plan or in `buffers`.
     """
-    check_sharded("load_state_dict: x", x)
+    expect_sharded("load_state_dict: x", x)
     mesh, device, slots = x.plan.live_mesh(), device_of(x), x.view.wanted()
     wanted = [*slots.values(), *(Wanted([name], Form(tuple(old.shape), old.dtype)) for name, old in buffers.items())]
     is_source = src is None or mesh is None or rank_in(mesh) == src
@@ -109,7 +109,7 @@ def load_with_buffers(
         check_flags(strict=strict)
         if src is not None:
             check_whole("load_state_dict: src", src, least=0, below=num_ranks(mesh), what="a rank of the plan's mesh")
-        return _source(mapping, rename, wanted, src, strict, paths) if is_source else _Source({}, {}, "")
+        return _checked_source(mapping, rename, wanted, src, strict, paths) if is_source else _Source({}, {}, "")
 
     source = together(mesh, checked)
     remedy = "Pass the same names, and whole tensors on all ranks or on none"
@@ -174,7 +174,7 @@ class _Source(NamedTuple):
                 yield f"{name!r} and {first!r} are tied, but differ"
 
 
-def _source(
+def _checked_source(
     mapping: Mapping[str, Tensor],
     rename: Rename | None,
     wanted: Sequence[Wanted],
@@ -206,7 +206,7 @@ def _raise_if_any(errors: Sequence[str]) -> None:
         raise ValueError("load_state_dict: " + "; ".join(errors))
 
 
-def check_sharded(argument: str, x: object) -> None:
+def expect_sharded(argument: str, x: object) -> None:
     expect(argument, x, isinstance(x, Sharded), "a Sharded", "fshard.shard_params and init_params make them")
 
 

@@ -115,7 +115,7 @@ def _without_tensors(state: Tree, leaves: Sequence[str]) -> set[str]:
     return in_groups.union(*(_without_tensors(inner, _paths(layout)) for inner, layout in labelled))
 
 
-def _groups(state: Tree, fields: Sequence[Field], leaves: Sequence[str]) -> list[list[str]]:
+def _label_groups(state: Tree, fields: Sequence[Field], leaves: Sequence[str]) -> list[list[str]]:
     """Torch's parameter groups: the leaves with state, by their labels."""
     with_state, label_sets = {leaf for field in fields for leaf in field.leaves}, list(_label_sets(state))
     with_state |= _without_tensors(state, leaves)
@@ -143,7 +143,7 @@ def known(state: Tree, params: Tree) -> Known:
     fields = list(_fields(state, leaves, spec))
     if strange := [leaf for field in fields for leaf in field.leaves if leaf not in leaves]:
         raise ValueError(f"the state has a leaf {strange[0]!r} which params have not: the order is (state, params)")
-    groups, with_own = _groups(state, fields, leaves), {x for f in fields if not f.lone for x in f.leaves}
+    groups, with_own = _label_groups(state, fields, leaves), {x for f in fields if not f.lone for x in f.leaves}
     trained = with_own or _trainable(params)
     by_group = [[leaf for leaf in group if leaf in trained] for group in groups]
     return Known(fields, _torch_names(fields, trained), groups, by_group, leaves)

@@ -43,7 +43,7 @@ __all__ = [
 T = TypeVar("T")
 
 
-def simulate(fn: Callable[[SimulatedMesh], T], *sizes: int, **more: Any) -> list[T]:
+def simulate(fn: Callable[[SimulatedMesh], T], *sizes: int, **more: object) -> list[T]:
     """Call `fn(mesh)` once per simulated rank, and return the results in rank order.
 
     Name axes as you like, slowest-varying first: `simulate(fn, shard=2, tensor=2)`. `sizes`, without names, are those

@@ -121,20 +121,20 @@ def oracle(
 
         def forwards(rank: int, batch: Tree) -> list[_Out]:
             row, extra = list[_Out](), state.extra[rank] if with_extra else None
-            for i, part in enumerate(_cut(batch, accumulate)):
+            for i, part in enumerate(_micro_batches(batch, accumulate)):
                 loss_args = [*[extra] * with_extra, part, *args]
                 with seeded(state.rng, state.step, rank, i, device):
-                    row.append(_forward(loss_fn, whole, loss_args, policy, (has_aux, with_extra)))
+                    row.append(_rank_forward(loss_fn, whole, loss_args, policy, (has_aux, with_extra)))
                 extra = row[-1].extra
             return row
 
         outs = [forwards(rank, batch) for rank, batch in enumerate(batches)]
         loss, divisor, seeds = _loss(outs, state.loss_scale.scale)
         grads = _gradients(outs, whole, seeds)
-        found_inf = _nonfinite(grads, whole, skip_labels)
+        found_inf = _nonfinite_grads(grads, whole, skip_labels)
         found_inf = map(lambda bad: torch.maximum(bad, divisor.isnan().float().to(bad.device)), found_inf)
         grads = {path: g * (1 / float(state.loss_scale.value)) for path, g in grads.items()}
-        norm = _norm(grads, whole)
+        norm = _global_norm(grads, whole)
         if clip_norm is not None:
             grads = {path: g * clip_factor(norm, clip_norm).to(g.real.dtype) for path, g in grads.items()}
         grads = {path: g.to(whole.values[path].dtype) for path, g in grads.items()}
@@ -157,13 +157,13 @@ def _check_batches(batches: object) -> None:
         raise TypeError(f"oracle: {wrong('batches', batches, 'a list of the batches of all ranks, one for each')}")
 
 
-def _cut(batch: Tree, num: int) -> list[Tree]:
+def _micro_batches(batch: Tree, num: int) -> list[Tree]:
     flat, spec = flatten(batch)
     cuts = [x.tensor_split(num) if isinstance(x, Tensor) and x.dim() else [x] * num for x in flat]
     return [unflatten(spec, [cut[i] for cut in cuts]) for i in range(num)] if num > 1 else [batch]
 
 
-def _forward(
+def _rank_forward(
     loss_fn: Callable[..., Tree], whole: _Whole, loss_args: Sequence[Tree], policy: Policy, returns: tuple[bool, bool]
 ) -> _Out:
     live = {path: x.detach().to(whole.precision[path].compute).clone() for path, x in whole.values.items()}
@@ -199,12 +199,12 @@ def _loss(outs: Sequence[Sequence[_Out]], scale: Callable[[Tensor], Tensor]) -> 
 
 def _mean(terms: Sequence[Mean | Sum]) -> tuple[Tensor, Tensor]:
     total = torch.stack([x.total.detach().double() for x in terms]).sum()  # (micro-batches * W,) -> ()
-    count = torch.tensor(sum(float(_count(x).detach()) for x in terms), dtype=torch.float64, device=total.device)
+    count = torch.tensor(sum(float(_loss_count(x).detach()) for x in terms), dtype=torch.float64, device=total.device)
     divisor = torch.ones_like(count) if isinstance(terms[0], Sum) else torch.where(count == 0, torch.nan, count)
     return total / divisor, divisor
 
 
-def _count(x: Mean | Sum) -> Tensor:
+def _loss_count(x: Mean | Sum) -> Tensor:
     return double(x.count if isinstance(x, Mean) else 1)
 
 
@@ -215,7 +215,7 @@ def _gradients(outs: Sequence[Sequence[_Out]], whole: _Whole, seeds: Sequence[Te
     """
     sums = dict[str, Tensor]()
     for part in range(len(outs[0])):
-        by_rank = [_backward(row[part], whole, seeds) for row in outs]
+        by_rank = [_rank_backward(row[part], whole, seeds) for row in outs]
         for path in whole.trained:
             precision = whole.precision[path]
             rows = [grads[path].to(precision.reduce) for grads in by_rank]
@@ -226,16 +226,16 @@ def _gradients(outs: Sequence[Sequence[_Out]], whole: _Whole, seeds: Sequence[Te
     return sums
 
 
-def _backward(out: _Out, whole: _Whole, seeds: Sequence[Tensor]) -> dict[str, Tensor]:
+def _rank_backward(out: _Out, whole: _Whole, seeds: Sequence[Tensor]) -> dict[str, Tensor]:
     leaves = [out.live[path] for path in whole.trained]
-    both = [x for term in out.terms for x in (term.total, _count(term))]
+    both = [x for term in out.terms for x in (term.total, _loss_count(term))]
     pairs = [(x, seed.to(x.dtype)) for x, seed in zip(both, seeds, strict=True) if x.requires_grad]
     outs, grad_outputs = [x for x, _ in pairs], [seed for _, seed in pairs]
     grads = torch.autograd.grad(outs, leaves, grad_outputs, allow_unused=True, materialize_grads=True)
     return dict(zip(whole.trained, grads, strict=True))
 
 
-def _nonfinite(grads: Mapping[str, Tensor], whole: _Whole, labels: Labels) -> FoundInf:
+def _nonfinite_grads(grads: Mapping[str, Tensor], whole: _Whole, labels: Labels) -> FoundInf:
     label_of = None if labels is None else labeller(labels, whole.values)
     leaves = dict[Label | None, list[Tensor]]()  # by label, a 0-d flag for each leaf
     for path, g in grads.items():
@@ -246,7 +246,7 @@ def _nonfinite(grads: Mapping[str, Tensor], whole: _Whole, labels: Labels) -> Fo
     return by_label.get(None, torch.zeros((), dtype=torch.float32, device="cpu")) if labels is None else by_label
 
 
-def _norm(grads: Mapping[str, Tensor], whole: _Whole) -> Tensor:
+def _global_norm(grads: Mapping[str, Tensor], whole: _Whole) -> Tensor:
     squares = [g.abs().double().square().sum() for g in grads.values()]
     wide = any(g.real.dtype == torch.float64 for g in grads.values())
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device="cpu")

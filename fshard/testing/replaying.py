@@ -115,7 +115,7 @@ def _again(mesh: AnyMesh, make: Make, recorded: RecordedStep) -> tuple[list[Find
     stages = [("batch", (batch, *args) if args else batch), ("the state before", state)]
     if loss_fn is not None:
         loss_args = [*[state.extra] * getattr(step, "with_extra", False), batch, *args]
-        stages.append(("gradients", _gradients(loss_fn, state, loss_args)))
+        stages.append(("gradients", _loss_gradients(loss_fn, state, loss_args)))
     # before the step, which may update its state in place
     nonfinite = [(i, finding) for i, (what, x) in enumerate(stages) for finding in _nonfinite(rank, what, x)]
     after, metrics = step(state, batch, *args)
@@ -128,7 +128,7 @@ def _again(mesh: AnyMesh, make: Make, recorded: RecordedStep) -> tuple[list[Find
     return different, nonfinite
 
 
-def _gradients(loss_fn: Callable[..., Tree], state: TrainState, args: Sequence[Tree]) -> Tree:
+def _loss_gradients(loss_fn: Callable[..., Tree], state: TrainState, args: Sequence[Tree]) -> Tree:
     if not isinstance(state.params, Sharded):
         raise ValueError("replay: a loss function was given: expected a state of sharded parameters, got plain ones")
 

@@ -67,7 +67,7 @@ def same_loss(
     if not axes or max(sizes, default=1) < 2 or rtol >= 1:
         given = f"leaves={leaves}, data={data!r}, sizes={sizes}, rtol={rtol}"
         raise ValueError(f"same_loss: expected an axis, a size above 1, and rtol below 1, got {given}")
-    rows, *others = (tree.map(_double, x) for x in (batch, *args))
+    rows, *others = (tree.map(_nudged, x) for x in (batch, *args))
 
     def results(mesh: AnyMesh, loss: Callable[..., Tree], whole: Tree) -> dict[str, Tensor]:
         (rank, ranks), cut = rank_and_size(mesh, over), () if mesh is None else over
@@ -79,7 +79,7 @@ def same_loss(
         return {_LOSS: value} | {f"the gradient of leaf {path!r}": x for path, x in named if isinstance(x, Tensor)}
 
     for point, name in enumerate(("given", "nearby")):
-        whole = tree.map(lambda x, point=point: _double(x, 0.1 * point), params)
+        whole = tree.map(lambda x, point=point: _nudged(x, 0.1 * point), params)
         expected = results(None, plain, whole)
         for first in range(len(sizes)):  # several axes get unlike sizes
             sized = {axis: sizes[(first + i) % len(sizes)] for i, axis in enumerate(axes)}
@@ -87,7 +87,7 @@ def same_loss(
                 _compare(f"same_loss: {sized}, the params {name}", got, expected, rtol)
 
 
-def _double(x: Tree, by: float = 0.0) -> Tree:
+def _nudged(x: Tree, by: float = 0.0) -> Tree:
     """Return a leaf in float64 or complex128, times a factor 1 + `by` to 1 + 2 `by`; zeros become `by` to 2 `by`."""
     if not is_inexact(x):
         return x

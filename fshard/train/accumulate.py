@@ -24,7 +24,7 @@ from ..core.scalars import Number
 from ..core.storage import value_bytes, writes
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
-from ..grad.grad import later_grads, run
+from ..grad.grad import later_grads, run_loss
 from ..grad.travel import Gradients, settle
 from ..grad.under_way import Gathered
 from ..layout.pieces import device_of
@@ -126,7 +126,7 @@ def run_each(
         arguments = [*[extra] * recipe.with_extra, micro_batch, *args]
         versions = _versions(extra) if recipe.with_extra else []
         with seeded(state.rng, state.step, stream, number, device_of(state.params)):
-            outcome = run(
+            outcome = run_loss(
                 recipe.loss_fn,
                 state.params,
                 arguments,
@@ -163,15 +163,15 @@ def _checked_extra(old: Tree, new: Tree, versions: Sequence[int | None]) -> Tree
         raise ValueError(f"with_extra: {must}: {tree.difference(old, new)}") from None
     expected, got = (dict(tree.paths_to(x, Sharded)) for x in (old, new))
     for path, before in expected.items():
-        if (form := _form(before)) != _form(got[path]):
+        if (form := _argument_form(before)) != _argument_form(got[path]):
             raise ValueError(
-                f"with_extra: extra leaf {path!r}: expected {form}, as in the state, got {_form(got[path])}. "
+                f"with_extra: extra leaf {path!r}: expected {form}, as in the state, got {_argument_form(got[path])}. "
                 "Tensors keep shape and dtype, and all else its value: what changes must be a tensor."
             )
     return new
 
 
-def _form(leaf: object) -> str:
+def _argument_form(leaf: object) -> str:
     if isinstance(leaf, Tensor):
         return f"{leaf.dtype}{list(leaf.shape)} on {leaf.device}"
     return f"the Sharded at {id(leaf):#x}" if isinstance(leaf, Sharded) else repr(leaf)
@@ -261,7 +261,7 @@ def check_equal_batches(batch: Tree, plan: Plan) -> None:
     comparable = Tensor | str | int | float  # and numpy's arrays; shards of a Sharded differ by rank
     leaves = tree.paths_to(batch, Sharded)
     named = [(path, x) for path, x in leaves if isinstance(x, comparable) or hasattr(x, "__array__")]
-    number = consensus.first_unlike([_numbered(x) for _, x in named], grid, axes)
+    number = consensus.unlike_index([_numbered(x) for _, x in named], grid, axes)
     if number is not None:
         raise MismatchError(
             f"batch: leaf {named[number][0]!r}: expected the same on all ranks along {', '.join(map(repr, axes))}, "

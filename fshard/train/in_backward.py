@@ -51,7 +51,7 @@ from .accumulate import Recipe, rank_of, run_each
 from .loss_scale import NoLossScale
 
 # by unit and kind: intervals as (start in the shard, length, number of the state's tensor, start in this tensor)
-Runs: TypeAlias = Mapping[tuple[int, int], Sequence[tuple[int, int, int, int]]]
+ShardRuns: TypeAlias = Mapping[tuple[int, int], Sequence[tuple[int, int, int, int]]]
 
 
 class Stepped(NamedTuple):
@@ -176,7 +176,7 @@ class Squares:
         return torch.stack(totals).sum().sqrt().to(self._dtype)
 
 
-def _runs(layout: Layout, view: View) -> Runs:
+def _shard_runs(layout: Layout, view: View) -> ShardRuns:
     known, key = layout.derived.runs, (view.plan.fingerprint, view.over, view.kinds)
     if key not in known:
         runs = dict[tuple[int, int], list[tuple[int, int, int, int]]]()
@@ -185,7 +185,7 @@ def _runs(layout: Layout, view: View) -> Runs:
             start = view.layout.span_of[span.leaf].start - row.start
             runs.setdefault((row.unit, row.kind), []).append((start, span.numel, span.tensor, span.start))
         known[key] = runs
-    made: Runs = known[key]
+    made: ShardRuns = known[key]
     return made
 
 
@@ -218,7 +218,7 @@ class Updates:
         def update(tx: Transform, state: Tree, skip: FoundInf | None, layout: Layout | None = None) -> Tree:
             if layout is None:  # the state is cut as parameters are
                 return update_part(tx, state, [params], [grads], lambda x: [x.shard(unit, kind)], skip, own_grads=True)
-            runs = _runs(layout, self._view).get((unit, kind), ())
+            runs = _shard_runs(layout, self._view).get((unit, kind), ())
             of_params, of_grads = ([x[start : start + numel] for start, numel, _, _ in runs] for x in (params, grads))
             cut = lambda x: [x.tensors[tensor][at : at + numel] for _, numel, tensor, at in runs]  # noqa: E731
             return update_part(tx, state, of_params, of_grads, cut, skip, own_grads=True)

@@ -28,9 +28,9 @@ from ..comm import consensus, primitives
 from ..comm.mesh import num_ranks
 from ..comm.reduction import TREE, tree_sum
 from ..core import tree
-from ..core.losses import NO_GRADIENT, Outcome, described
+from ..core.losses import NO_GRADIENT, Outcome, loss_text
 from ..core.scalars import on_device
-from ..core.tracing import copied
+from ..core.tracing import fresh_copy
 from ..core.tree import Tree
 from ..grad.grad import later_grads, reduce_all
 from ..layout.rules import COPIES, reshard
@@ -61,7 +61,7 @@ def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence
         reduced = grads if len(slices) == 1 else None
         destinations = summed_locally(reduced, local, len(micro_batches), TREE)
         stream = rank * len(slices) + number  # the slice's number among all ranks'
-        micro_batches = tree.map_tops(lambda x: x if isinstance(x, Sharded) else copied(x), Sharded, micro_batches)
+        micro_batches = tree.map_tops(lambda x: x if isinstance(x, Sharded) else fresh_copy(x), Sharded, micro_batches)
         # `alone`: `_over_ranks` sums the outcomes
         runs = run_each(recipe, state, micro_batches, args, destinations, stream, divisor, alone=True, whole=num == 1)
         outcomes.append(joined_outcomes([outcome for outcome, _ in runs]))
@@ -94,7 +94,7 @@ def _count_of_first_slice(outcome: Outcome, recipe: Recipe, rows: int, plan: Pla
     ranks have equally many rows exactly if n times the sum of squares is the square of the sum.
     """
     count = outcome.shared(1) if rank == 0 else torch.zeros_like(outcome.count)
-    text, checksum = described(outcome.kind, outcome.dtype, outcome.aux, outcome.output)
+    text, checksum = loss_text(outcome.kind, outcome.dtype, outcome.aux, outcome.output)
     words = f"{text}{recipe.built}, rows={rows}"
     # a GPU's bits do not depend on the number of threads
     words += f", threads={torch.get_num_threads()}" * (outcome.count.device.type == "cpu")

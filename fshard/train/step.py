@@ -18,7 +18,7 @@ from ..core.arguments import check_flags, check_has, check_positive, check_whole
 from ..core.func_levels import refuse_derivative
 from ..core.random import HOST, UPDATE, Seeds
 from ..core.scalars import beside, wide
-from ..core.storage import Life, Places, span
+from ..core.storage import Life, MemoryRanges, address_range
 from ..core.tracing import assigned, is_tracing
 from ..core.tree import Tree
 from ..grad.grad import OBSERVER, check_loss, check_outside, check_sharded
@@ -123,7 +123,7 @@ def init_state(
     extra = tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, extra)
     # one rank compares nothing, so the host need not read the scale
     if sharded.plan.linked and not is_tracing() and not present(sharded.plan.live_mesh()).abstract:
-        _check_alike(sharded, seed, scaler)
+        _check_same_start(sharded, seed, scaler)
     # on the host, where a step seeds its random numbers
     step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
     if sharded.plan.state_crosses:  # the device may have no room for the whole state
@@ -136,19 +136,19 @@ def init_state(
 
 def _of_its_own(opt_state: Tree, params: Sequence[Tensor]) -> Tree:
     """Copy tensors that share memory: a step with `donate` writes to the state."""
-    memory = Places(params)
+    memory = MemoryRanges(params)
 
     def own(x: object) -> object:
         if not isinstance(x, Tensor) or x.layout is not torch.strided:
             return x
         is_own = not memory.has(x)
-        memory.add(span(x.untyped_storage()))
+        memory.add(address_range(x.untyped_storage()))
         return x if is_own else x.detach().clone()
 
     return tree.map(own, opt_state)
 
 
-def _check_alike(params: Sharded, seed: int, scaler: LossScale) -> None:
+def _check_same_start(params: Sharded, seed: int, scaler: LossScale) -> None:
     plan, (leaves, spec) = params.plan, tree.flatten(scaler)
     values = [leaf.tolist() for leaf in leaves if isinstance(leaf, Tensor)]
     text = f"seed={seed}\nloss_scale={type(scaler).__name__} of {values}, {spec}"
@@ -156,11 +156,11 @@ def _check_alike(params: Sharded, seed: int, scaler: LossScale) -> None:
     rests = {k: plan.rest(params.view.axes(k), k) for k in params.view.kinds}  # axes of copies
     for axes in sorted(dict.fromkeys(rests.values()), key=len):  # a set's order differs between processes
         part = params.only(k for k in params.view.kinds if rests[k] == axes)
-        if consensus.first_unlike(part.tensors, plan.mesh, axes) is None:
+        if consensus.unlike_index(part.tensors, plan.mesh, axes) is None:
             continue
         # the rows differ: compare by leaf, to name one
         views = part.local_views()
-        path = list(views)[consensus.first_unlike([*views.values()], plan.mesh, axes) or 0]
+        path = list(views)[consensus.unlike_index([*views.values()], plan.mesh, axes) or 0]
         raise MismatchError(
             f"init_state: leaf {path!r}: ranks along {', '.join(map(repr, axes))} hold copies of it that differ, and "
             "would train apart. Give one rank's to all with shard_params(params, plan, src=0), or make the same "
@@ -171,7 +171,7 @@ def _check_alike(params: Sharded, seed: int, scaler: LossScale) -> None:
 METRICS = ("loss", "grad_norm", "found_inf")  # 0-d, and equal on all ranks
 
 
-@tree.constant
+@tree.register_constant
 class Step:
     """The result of `train_step`; torch.compile records it as one call (Note [torch.compile] in `dynamo.py`)."""
 
@@ -339,7 +339,7 @@ def _step_after_backward(
     else:
         updated, opt_state = _updated_shards(tx, grads, state, skip, recipe.donate, in_slices)
         del grads  # frees memory for the gathers of new parameters
-        new_params = _gathered(updated, params, recipe.donate)
+        new_params = _gathered_params(updated, params, recipe.donate)
     new_state = TrainState(new_params, opt_state, state.loss_scale.adjust(found_inf), state.step + 1, state.rng, extra)
     found_inf = (~norm.isfinite()).float() if skip is None else any_found(skip)
     return Stepped(new_state, outcome, norm, found_inf)
@@ -449,7 +449,7 @@ def _update_from_host(
     is_kept = donate and tree.flatten(old)[1] == tree.flatten(new)[1]
     back = map_parts(_back_to, old, new) if is_kept else map_parts(ahead.to_host, new)
     params.plan.crossings.down.settle()
-    return _gathered(updated, params, in_place), in_new_containers(back)
+    return _gathered_params(updated, params, in_place), in_new_containers(back)
 
 
 def _back_to(old: Tensor, new: Tensor) -> Tensor:
@@ -458,7 +458,7 @@ def _back_to(old: Tensor, new: Tensor) -> Tensor:
     return old.copy_(new) if fits else ahead.to_host(new)
 
 
-def _gathered(updated: Sharded | Views, params: Sharded, donate: bool) -> Sharded:
+def _gathered_params(updated: Sharded | Views, params: Sharded, donate: bool) -> Sharded:
     """Gather updated shards: (n / W_state,) -> (n / W_params,); with `donate`, in place."""
     plan = params.plan
     new_trained = coarsen(updated, plan.params_over, params.trainable if donate else None)
@@ -468,7 +468,7 @@ def _gathered(updated: Sharded | Views, params: Sharded, donate: bool) -> Sharde
 
 
 def _check_unshared(donated: Tree, given: Sequence[Tree]) -> None:
-    written = Places(donated)
+    written = MemoryRanges(donated)
     if not written.has(given):
         return
     named = dict[str, Tree]()

@@ -33,7 +33,7 @@ from ..core.scalars import Number, beside
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..layout.norms import scaled_by_norm
-from ..layout.pieces import Parts, Views, copied, device_of, packed, structure
+from ..layout.pieces import Parts, Views, copied, device_of, packed, structure_key
 from ..whole.updates import at_once, in_trees, on_leaves, row_by_row, unwritten
 from . import kernels
 
@@ -133,7 +133,7 @@ class Transform(_Fields):
         """True if `over` is "elements"."""
         return self.over == "elements"
 
-    def _replace(self, **changes: Any) -> Self:
+    def _replace(self, **changes: object) -> Self:
         """Replace fields by the user's, with the checks of the constructor."""
         return type(self)(**{**self._asdict(), "draws": True, **changes})
 
@@ -262,13 +262,13 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     """
     pairs, spec = tree.pairs("apply_updates: updates are not of the structure of params", params, updates)
     for number, (p, u) in enumerate(pairs):
-        if u is not None and (misfit := _unlike(u, p)):
+        if u is not None and (misfit := _unlike_param(u, p)):
             raise ValueError(f"apply_updates: the update of leaf {tree.paths(spec)[number]!r} {misfit}")
     # the sum may promote to float32: one rounding, at the end
     return tree.unflatten(spec, [p if u is None else (p + u).to(p.dtype) for p, u in pairs])
 
 
-def _unlike(x: object, p: Tensor) -> str | None:
+def _unlike_param(x: object, p: Tensor) -> str | None:
     if not isinstance(x, Tensor):
         return f"is no tensor: got {shown(x)}"
     if x.shape != p.shape:
@@ -307,7 +307,7 @@ class Needs:
             )
         if params is None and self.params:
             raise ValueError(f"optim.{self.name}: its update needs the parameters: call update(grads, state, params)")
-        if params is not None and structure(params) != structure(grads):
+        if params is not None and structure_key(params) != structure_key(grads):
             unlike = tree.difference(params, grads)
             raise ValueError(f"optim.{self.name}: gradients are not of the structure of parameters: {unlike}")
         # `Parts` of equal structure have equal layouts and shapes
@@ -323,7 +323,7 @@ class Needs:
             runs = g.runs if isinstance(g, Views) else [g.tensors]
             has_complex = any(view.is_complex() for run in runs for view in run)
             return "is complex, which this takes none of" if self.real and has_complex else None
-        if unlike := _unlike(g, p):
+        if unlike := _unlike_param(g, p):
             return unlike
         if g.layout is not torch.strided and not self.sparse:
             return "is sparse, which only sgd without momentum and weight decay takes. Make it dense with .to_dense()"

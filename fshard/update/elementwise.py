@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ from torch import Tensor
 from ..core import tree
 from ..core.func_levels import differentiates
 from ..core.scalars import Number, beside, is_zero
-from ..core.storage import aside
+from ..core.storage import copied_aside
 from ..core.tree import Tree
-from ..layout.pieces import Parts, aligned, copied, packed, pieces
+from ..layout.pieces import Parts, aligned_views, copied, packed, pieces
 from . import kernels
 from .base import FoundInf, Needs, Schedule, Transform, apply_updates, at, checked, choose, num_made, start_count
 from .kernels import constants_beside
@@ -168,7 +168,7 @@ def _fused(
         return choose(found_inf, (params, state), (apply_updates(params, updates), new_state))
     if not donate:
         params, state = copied(params), tree.map(torch.clone, state)
-    columns = aligned(params, grads, *_moments_of(rule, state))
+    columns = aligned_views(params, grads, *_moments_of(rule, state))
     # a kernel call takes tensors of one device
     for device in dict.fromkeys(p.device for p in columns[0]):
         on_device = [n for n, p in enumerate(columns[0]) if p.device == device]
@@ -196,7 +196,7 @@ def update_part(
     state: Tree,
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
-    cut: Callable[[Any], Sequence[Tensor]],  # this folder cannot import `Sharded`
+    cut: Callable[[Tree], Sequence[Tensor]],  # this folder cannot import `Sharded`
     found_inf: FoundInf | None = None,
     **extra: object,
 ) -> Tree:
@@ -234,7 +234,7 @@ def near(x: Tensor, like: Tensor) -> Tensor:
 def _put(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     into, new = [old for old, _ in pairs], [x for _, x in pairs]
     # a field of the new state may be the old parameters, or the old values of another field
-    for old, x in zip(into, aside(new, into), strict=True):
+    for old, x in zip(into, copied_aside(new, into), strict=True):
         old.copy_(x, non_blocking=True)
 
 
@@ -259,4 +259,4 @@ def adam_transform(
     corrections, moments = partial(adam_corrections, b1=b1, b2=b2), {"mu": 0.0, "nu": 0.0}
     fused = kernels.adam_ if all_numbers(b1, b2, eps, weight_decay) else None
     reads_params = not is_zero(weight_decay)
-    return from_rule(UpdateRule(name, AdamState, kernels.adam, constants, moments, corrections, fused, reads_params))
+    return from_rule(UpdateRule(name, AdamState, kernels.by_adam, constants, moments, corrections, fused, reads_params))

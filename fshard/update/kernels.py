@@ -35,7 +35,7 @@ Columns = Sequence[Sequence[Tensor]]  # parameters, gradients and each moment: o
 Constants: TypeAlias = Mapping[str, Any]
 
 _NUMBERS = (numbers.Number, torch.SymInt, torch.SymFloat)
-_KEPT = (
+_KEEPS_STRUCTURE = (
     "a step that may be skipped keeps the structure of a state, and the shape of each tensor in it. Start with its "
     "final form (fshard.tree.map(torch.zeros_like, params))"
 )
@@ -50,7 +50,7 @@ def _decayed(p: Tensor, g: Tensor, weight_decay: Number) -> Tensor:
     return g if is_zero(weight_decay) else g + weight_decay * p
 
 
-def root(x: Tensor) -> Tensor:
+def mean_root(x: Tensor) -> Tensor:
     """The square root, with derivative 0 at 0: with sqrt, g / (sqrt(g²) + eps) has a derivative of NaN there."""
     if not differentiates([x]):
         return x.sqrt()
@@ -58,7 +58,7 @@ def root(x: Tensor) -> Tensor:
     return torch.where(is_zero, 0.0, torch.where(is_zero, 1.0, x).sqrt())
 
 
-def sgd(
+def by_sgd(
     p: Tensor, g: Tensor, moments: Moments, *, lr: Number, momentum: Number, nesterov: bool, weight_decay: Number
 ) -> Change:
     g = _decayed(p, g, weight_decay)
@@ -68,7 +68,7 @@ def sgd(
     return -lr * (g + momentum * m if nesterov else m), (m,)
 
 
-def adam(
+def by_adam(
     p: Tensor,
     g: Tensor,
     moments: Moments,
@@ -90,11 +90,11 @@ def adam(
         g = _decayed(p, g, weight_decay)
     mu = b1 * moments[0] + (1 - b1) * g
     nu = b2 * moments[1] + (1 - b2) * g * g
-    step = mu / correction1 / (root(nu / correction2) + eps)
+    step = mu / correction1 / (mean_root(nu / correction2) + eps)
     return -lr * (_decayed(p, step, weight_decay) if decoupled else step), (mu, nu)
 
 
-def rmsprop(
+def by_rmsprop(
     p: Tensor,
     g: Tensor,
     moments: Moments,
@@ -113,21 +113,23 @@ def rmsprop(
     if centered:
         mean = alpha * others.pop(0) + (1 - alpha) * g
         new, variance = [nu, mean], nu - mean * mean
-    step = g / (root(variance) + eps)
+    step = g / (mean_root(variance) + eps)
     if others:
         step = momentum * others[0] + step
         new.append(step)
     return -lr * step, tuple(new)
 
 
-def adagrad(p: Tensor, g: Tensor, moments: Moments, *, lr: Number, eps: Number, weight_decay: Number) -> Change:
+def by_adagrad(p: Tensor, g: Tensor, moments: Moments, *, lr: Number, eps: Number, weight_decay: Number) -> Change:
     """`lr` is the rate after its decay."""
     g = _decayed(p, g, weight_decay)
     total = moments[0] + g * g
-    return -lr * g / (root(total) + eps), (total,)
+    return -lr * g / (mean_root(total) + eps), (total,)
 
 
-def lion(p: Tensor, g: Tensor, moments: Moments, *, lr: Number, b1: Number, b2: Number, weight_decay: Number) -> Change:
+def by_lion(
+    p: Tensor, g: Tensor, moments: Moments, *, lr: Number, b1: Number, b2: Number, weight_decay: Number
+) -> Change:
     step = (b1 * moments[0] + (1 - b1) * g).sign()
     return -lr * _decayed(p, step, weight_decay), (b2 * moments[0] + (1 - b2) * g,)
 
@@ -271,7 +273,7 @@ def unscale_(rows: Sequence[Tensor], inverse: Tensor, most: int = MOST) -> Tenso
 
 def each_where(condition: Tensor, old: Tree, new: Tree) -> Tree:
     """Apply `where` to each leaf; ValueError names a leaf whose two shapes differ."""
-    pairs, spec = tree.pairs(f"{_KEPT}. After an update", old, new)
+    pairs, spec = tree.pairs(f"{_KEEPS_STRUCTURE}. After an update", old, new)
     result: list[Tree] = []
     for a, b in pairs:
         try:
@@ -281,7 +283,7 @@ def each_where(condition: Tensor, old: Tree, new: Tree) -> Tree:
     return tree.unflatten(spec, result)
 
 
-def where(condition: Tensor, a: Any, b: Any) -> Any:
+def where(condition: Tensor, a: Any, b: Any) -> object:
     """`a` if a condition is not zero, else `b`, without a host read; two unequal numbers become a tensor.
 
     ValueError for different shapes, and for unequal objects that are neither tensors nor numbers.
@@ -290,7 +292,7 @@ def where(condition: Tensor, a: Any, b: Any) -> Any:
         return b
     shapes = [x.shape if isinstance(x, Tensor) else () if isinstance(x, _NUMBERS) else None for x in (a, b)]
     if shapes[0] != shapes[1] or shapes[0] is None:
-        raise ValueError(f"expected {shown(a)}, as before, got {shown(b)}: {_KEPT}")
+        raise ValueError(f"expected {shown(a)}, as before, got {shown(b)}: {_KEEPS_STRUCTURE}")
     if not isinstance(a, Tensor):
         # integers (counts) become float64: for an integer tensor n, torch would compute 0.9 ** n in float32
         dtype = torch.bool if isinstance(a, bool) and isinstance(b, bool) else torch.float64

@@ -44,7 +44,7 @@ def sgd(lr: Rate, momentum: Number = 0, nesterov: bool = False, weight_decay: Nu
     first = {} if is_zero(momentum) else {"momentum": 0.0}
     fused = kernels.sgd_ if all_numbers(momentum, weight_decay) else None
     rule = UpdateRule(
-        "sgd", SgdState, kernels.sgd, constants, first, fused_kernel=fused, reads_params=reads, takes_sparse=sparse
+        "sgd", SgdState, kernels.by_sgd, constants, first, fused_kernel=fused, reads_params=reads, takes_sparse=sparse
     )
     return from_rule(rule)
 
@@ -105,7 +105,7 @@ def rmsprop(
     constants = with_rate(lr, **numbers, centered=centered)
     moments = ["square_avg", *["grad_avg"] * centered, *["momentum_buffer"] * (not is_zero(momentum))]
     first, reads = dict.fromkeys(moments, 0.0), not is_zero(weight_decay)
-    return from_rule(UpdateRule("rmsprop", RmspropState, kernels.rmsprop, constants, first, reads_params=reads))
+    return from_rule(UpdateRule("rmsprop", RmspropState, kernels.by_rmsprop, constants, first, reads_params=reads))
 
 
 def adagrad(
@@ -133,7 +133,7 @@ def adagrad(
         return {"lr": rate, "eps": eps, "weight_decay": weight_decay}
 
     first, reads = {"sum": initial_accumulator_value}, not is_zero(weight_decay)
-    return from_rule(UpdateRule("adagrad", AdagradState, kernels.adagrad, constants, first, reads_params=reads))
+    return from_rule(UpdateRule("adagrad", AdagradState, kernels.by_adagrad, constants, first, reads_params=reads))
 
 
 def lion(lr: Rate, b1: Number = 0.9, b2: Number = 0.99, weight_decay: Number = 1e-3) -> Transform:
@@ -148,4 +148,4 @@ def lion(lr: Rate, b1: Number = 0.9, b2: Number = 0.99, weight_decay: Number = 1
     numbers = {"b1": b1, "b2": b2, "weight_decay": weight_decay}
     check_hyperparams("lion", lr, **numbers)
     constants, reads_params = with_rate(lr, **numbers), not is_zero(weight_decay)
-    return from_rule(UpdateRule("lion", LionState, kernels.lion, constants, {"mu": 0.0}, reads_params=reads_params))
+    return from_rule(UpdateRule("lion", LionState, kernels.by_lion, constants, {"mu": 0.0}, reads_params=reads_params))

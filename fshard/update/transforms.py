@@ -18,10 +18,10 @@ from ..core.arguments import expect, shown, wrong
 from ..core.differences import listed
 from ..core.func_levels import depending, differentiates, refuse_derivative
 from ..core.scalars import double
-from ..core.storage import aside
+from ..core.storage import copied_aside
 from ..core.tree import Tree
 from ..layout.layout import Layout, Leaf
-from ..layout.pieces import Parts, Views, copied, layout_of, packed, pick, put, write
+from ..layout.pieces import Parts, Views, copied, layout_of, packed, pick, put_part, write
 from .base import (
     FoundInf,
     Label,
@@ -80,7 +80,7 @@ def chain(*txs: TransformLike) -> Transform:
         updates, states = _all_but_last(grads, state, params, extra)
         states = choose(found_inf, list(state[:-1]), states)
         if donate and any(tx.draws for tx in parts[:-1]):  # a user's state may share memory with parameters
-            states = aside(states, params)
+            states = copied_aside(states, params)
         to_last = _not_own(extra) if states else extra
         params, last = parts[-1].step(updates, state[-1], params, found_inf, donate, **to_last)
         return params, (*states, last)
@@ -211,7 +211,7 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
     txs = {label: as_transform(tx) for label, tx in transforms.items()}
 
     def init(params: Tree) -> LabelState:
-        layouts = tuple(_split(layout_of(params), txs, labels).items())
+        layouts = tuple(_split_by_label(layout_of(params), txs, labels).items())
         return LabelState({label: txs[label].init(packed(pick(params, part))) for label, part in layouts}, layouts)
 
     def update(
@@ -222,9 +222,9 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
             picked = None if params is None else packed(pick(params, part))
             new, new_state = txs[label].update(packed(pick(grads, part)), state.inner[label], picked, **extra)
             skip = skips[label]
-            updates = tree.map(lambda u, new=new: depending(u, new), updates)  # `put` writes `new` into `updates`
+            updates = tree.map(lambda u, new=new: depending(u, new), updates)  # `put_part` writes `new` into `updates`
             # p + -0.0 has the bits of p; p + 0.0 does not if p is -0.0
-            updates = put(updates, choose(skip, tree.map(lambda u: -torch.zeros_like(u), new), new), part)
+            updates = put_part(updates, choose(skip, tree.map(lambda u: -torch.zeros_like(u), new), new), part)
             inner[label] = choose(skip, state.inner[label], new_state)
         return updates, LabelState(inner, state.layouts)
 
@@ -243,7 +243,7 @@ def by_label(transforms: Mapping[Label, TransformLike], labels: Labels) -> Trans
                 updates, new_state = update(packed(grads), state, params, found_inf, **extra)
                 return apply_updates(params, updates), new_state
             if txs[label].draws and isinstance(picked, Parts):  # as in `chain`
-                inner[label] = aside(inner[label], picked)
+                inner[label] = copied_aside(inner[label], picked)
             write(picked, new)  # into `updated`, unless the step has written to `picked`
         return updated, LabelState(inner, state.layouts)
 
@@ -326,7 +326,7 @@ def check_labelled(tx: Transform) -> None:
         )
 
 
-def _split(layout: Layout, transforms: Mapping[Label, TransformLike], labels: Labels) -> dict[Label, Layout]:
+def _split_by_label(layout: Layout, transforms: Mapping[Label, TransformLike], labels: Labels) -> dict[Label, Layout]:
     if not callable(labels):
         _check_patterns(layout, labels)
     _check_ties(layout, labels)

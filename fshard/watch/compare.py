@@ -62,7 +62,7 @@ def assert_trees_equal(got: Tree, expected: Tree, *, ulps: int = 0) -> None:
     _check_structure(got, expected)
     pairs = list(zip(named_leaves(got), named_leaves(expected), strict=True))
     for place, wanted in pairs:
-        if (kind := _kind(place.value)) != (expected_kind := _kind(wanted.value)):
+        if (kind := _leaf_kind(place.value)) != (expected_kind := _leaf_kind(wanted.value)):
             raise AssertionError(f"leaf {place.path!r}: expected {expected_kind}, got {kind}")
     gaps = [gap(place.path, place.value, wanted.value, ulps) for place, wanted in pairs]
     wrong = [g for g in gaps if g.num_wrong]
@@ -81,19 +81,19 @@ def _check_structure(got: Tree, expected: Tree) -> None:
     paths, wanted = tree.paths(got_spec), tree.paths(expected_spec)
     text = lacking(wanted, paths)
     if not text:
-        text = f"its nodes are others: expected {_short(expected_spec)}, got {_short(got_spec)}"
+        text = f"its nodes are others: expected {_short_spec(expected_spec)}, got {_short_spec(got_spec)}"
         for node, wanted_node in zip(tree.nodes(got, Parts), tree.nodes(expected, Parts), strict=False):
             if hasattr(node, "plan") and hasattr(wanted_node, "plan") and node.plan != wanted_node.plan:
                 text = f"its plan is another: expected {wanted_node.plan.first_difference(node.plan)}"
     raise AssertionError(f"trees differ in structure: expected {len(wanted)} leaves, got {len(paths)}; {text}")
 
 
-def _short(spec: tree.Spec) -> str:
+def _short_spec(spec: tree.Spec) -> str:
     text = str(spec)
     return text if len(text) < 300 else text[:300] + "..."
 
 
-def _kind(x: object) -> str:
+def _leaf_kind(x: object) -> str:
     if not isinstance(x, Tensor):
         return f"a leaf of class {form(x)}"
     return f"{form(x).removeprefix('torch.')} on {x.device}"

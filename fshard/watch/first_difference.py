@@ -34,11 +34,11 @@ from .compare import form
 from .observed import GRADIENT, LOSS, METRIC, OLD, PARAMETER, SUM, Observed
 
 Way: TypeAlias = tuple[str, ...]  # by axis: "apart", "sum" or "mean"
-Key: TypeAlias = tuple[str, str | int]  # kind and name of a value; for an operator, its number in the forward
+ValueName: TypeAlias = tuple[str, str | int]  # kind and name of a value; for an operator, its number in the forward
 _KINDS = ("operator", GRADIENT, SUM, METRIC, PARAMETER)
 _SMALL = 2.0**-6  # values below this part of the largest argument may be rounding errors
 _MOST_UPDATE = 2.0**-4  # agreeing gradients differ by at most this part; updates may differ four times as much
-_MOST_AXES = 6  # axes of several ranks: each triples the ways to combine values
+_MOST_TRIED_AXES = 6  # axes of several ranks: each triples the ways to combine values
 _HALF = 2.0**-20  # between eps of float32 and of 16 bits
 
 
@@ -88,7 +88,7 @@ class _Value(NamedTuple):
         return f"{self.kind} {self.name!r}" + f" at {self.line}" * bool(self.line)
 
 
-class _Run(dict[Key, list[_Value]]):
+class _Run(dict[ValueName, list[_Value]]):
     """Values by key: one for each forward, or one for the step."""
 
     def __init__(self, seen: Observed):
@@ -155,7 +155,7 @@ def first_difference(
     """
     if rtol is not None and not (is_number(rtol) and 0 <= rtol < math.inf):
         raise ValueError(f"first_difference: {wrong('rtol', rtol, 'a finite number from 0 on')}")
-    runs, wanted = _read("got", got), _read("expected", expected)
+    runs, wanted = _read_runs("got", got), _read_runs("expected", expected)
     numbers = [[len(run.forwards) for run in each] for each in (runs, wanted)]
     is_same = len(runs) == len(wanted) and (len(runs) > 1 or runs[0].sizes == wanted[0].sizes)
     is_same = is_same and len({*numbers[0], *numbers[1]}) == 1
@@ -170,11 +170,11 @@ def first_difference(
         raise ValueError(f"first_difference: expected what observed(step) returns, by rank: {error}") from error
 
 
-def _read(name: str, by_rank: Sequence[Observed]) -> list[_Run]:
+def _read_runs(name: str, by_rank: Sequence[Observed]) -> list[_Run]:
     try:
         runs = [_Run(seen) for seen in by_rank]
         sizes = [size for size in runs[0].sizes if size != 1]
-        require(len(sizes) <= _MOST_AXES, f"more than {_MOST_AXES} axes of several ranks")
+        require(len(sizes) <= _MOST_TRIED_AXES, f"more than {_MOST_TRIED_AXES} axes of several ranks")
         ranks = math.prod(sizes) if all(run.forwards and run.end for run in runs) else 0
     except Exception as error:  # foreign data raise errors of many types
         expected = "what observed(step) returns beside its results, by rank"
@@ -184,12 +184,12 @@ def _read(name: str, by_rank: Sequence[Observed]) -> list[_Run]:
     return runs
 
 
-def _keys(runs: Sequence[_Run]) -> list[Key]:
+def _keys(runs: Sequence[_Run]) -> list[ValueName]:
     keys = dict.fromkeys(key for run in runs for key in run if key[0] in _KINDS)
     return sorted(keys, key=lambda key: (_KINDS.index(key[0]), isinstance(key[1], str)))
 
 
-def _unlike(key: Key, run: _Run, want: _Run, rank: int) -> Difference | None:
+def _unlike(key: ValueName, run: _Run, want: _Run, rank: int) -> Difference | None:
     values, b = run.get(key, []), next(iter(want.get(key, [])), None)
     a = next((x for x in values if b is None or x.name != b.name), next(iter(values), None))
     is_partial = key[0] == "operator" and any(len(each.get(key, [])) % len(each.forwards) for each in (run, want))
@@ -219,7 +219,7 @@ def _largest(*tensors: Tensor) -> float:
     return max((float(_flat(x).nan_to_num(0.0, 0.0, 0.0).abs().max()) for x in tensors if x.numel()), default=0.0)
 
 
-def _limit(key: Key, got: Sequence[_Value], want: _Run, rtol: float | None) -> float:
+def _limit(key: ValueName, got: Sequence[_Value], want: _Run, rtol: float | None) -> float:
     (kind, path), first = key, want[key][0]
     given, values = first.rtol if rtol is None else rtol, [x.value for x in want[key]]
     if not given or not is_inexact(first.value):
@@ -232,7 +232,7 @@ def _limit(key: Key, got: Sequence[_Value], want: _Run, rtol: float | None) -> f
     return given * max(_largest(*values, *(x.value for x in got)), _SMALL * behind)
 
 
-def _agreeing(key: Key, run: _Run, want: _Run, rtol: float | None) -> Tensor | None:
+def _agreeing(key: ValueName, run: _Run, want: _Run, rtol: float | None) -> Tensor | None:
     """Return a new parameter's mask: True where old values agree, and gradients agree and exceed rounding."""
     kind, path = key
     if kind != PARAMETER or rtol == 0 or any((kind, path) not in each for each in (run, want) for kind in (SUM, OLD)):
@@ -280,7 +280,7 @@ def _combined(parts: Sequence[Tensor], sizes: Sequence[int], way: Way) -> list[T
     return [(x / num).to(parts[0].dtype) for x in totals]
 
 
-def _alike(got: Sequence[Tensor], want: Sequence[Tensor], limit: float) -> bool:
+def _values_alike(got: Sequence[Tensor], want: Sequence[Tensor], limit: float) -> bool:
     if any(x.dtype != want[0].dtype for x in got):
         return False
     same_shapes = all(x.shape == want[0].shape for x in (*got, *want))
@@ -325,7 +325,7 @@ class _Ranks:
                 return apart or difference
         return None
 
-    def _difference(self, key: Key) -> Difference | None:
+    def _difference(self, key: ValueName) -> Difference | None:
         kind, number = key
         parts, want = [x for run in self._got for x in run[key]], self._one[key]
         limit = _limit(key, parts, self._one, self._rtol)
@@ -354,7 +354,7 @@ class _Ranks:
         for of_ranks, of_one in product(_ways(sizes, words), _ways(sizes_of_one, words)):
             got = _combined([x.value for x in parts], sizes, of_ranks)
             wanted = _combined([x.value for x in want], sizes_of_one, of_one)
-            if got and wanted and _alike(got, wanted, limit):
+            if got and wanted and _values_alike(got, wanted, limit):
                 yield of_ranks, of_one
 
     def _note(self, number: int, parts: Sequence[_Value], want: Sequence[_Value], limit: float) -> None:

@@ -32,8 +32,8 @@ from ..train.step import METRICS, Step, TrainState
 from .compare import bits, first_unlike
 
 Result = tuple[TrainState, dict[str, Tree]]
-_BLOCK = 8  # words of 8 bytes in one sum, for `at_rest`
-_REMEDY = "that rank's memory, processor or network may be faulty, or an operator not deterministic"
+_WORDS_OF_SUM = 8  # words of 8 bytes in one sum, for `at_rest`
+_FAULTY_RANK = "that rank's memory, processor or network may be faulty, or an operator not deterministic"
 
 
 class Guarded:
@@ -52,7 +52,7 @@ class Guarded:
             raise TypeError(f"guard: expected a TrainState (fshard.init_state) first, got {shown(state)}")
         number, mesh = int(state.step), state.params.plan.live_mesh()
         if self._at_rest:
-            consensus.together(mesh, partial(self._check_rest, state, number), _REMEDY)
+            consensus.together(mesh, partial(self._check_rest, state, number), _FAULTY_RANK)
         result = (self._twice if (number + 1) % self._every == 0 else self._once)(state, batch, *args)
         if self._at_rest:
             self._resting = _resting(result[0])
@@ -74,7 +74,7 @@ class Guarded:
         donates = not isinstance(self.__wrapped__, Step) or self.__wrapped__.donate
         again = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, state) if donates else state
         result, second = self._once(state, batch, *args), self._once(again, batch, *args)
-        consensus.together(mesh, partial(_check_equal, result, second, what), _REMEDY)
+        consensus.together(mesh, partial(_check_equal, result, second, what), _FAULTY_RANK)
         _check_copies(*result, f"step {number}")
         return result
 
@@ -118,7 +118,7 @@ def guard(step: Callable[..., Result], every: int = 100, *, at_rest: bool = Fals
     return Guarded(step, every, at_rest)
 
 
-def _nodes(state: TrainState) -> list[tuple[str, Parts | Tensor]]:
+def _guarded(state: TrainState) -> list[tuple[str, Parts | Tensor]]:
     names = ("params", "opt_state", "loss_scale", "step", "rng")
     nodes = tree.paths_to({name: getattr(state, name) for name in names}, Parts)
     return [(path, x) for path, x in nodes if isinstance(x, (Parts, Tensor))]
@@ -145,7 +145,7 @@ class _Rest(NamedTuple):
         if self.layout is None:
             return repr(self.path)
         block = int((self.sums != now.sums).int().argmax())
-        begin, end = (at * 8 * _BLOCK // tensor.itemsize for at in (block, block + 1))
+        begin, end = (at * 8 * _WORDS_OF_SUM // tensor.itemsize for at in (block, block + 1))
         spans = [x for x in self.layout.mine if x.tensor == self.number]
         if self.layout.flat:
             spans = [x for x in spans if x.start < end and x.start + x.numel > begin]
@@ -163,19 +163,19 @@ def _differ(pairs: Sequence[tuple[_Rest, _Rest]]) -> bool:
 
 def _resting(state: TrainState) -> list[_Rest]:
     result = list[_Rest]()
-    for path, node in _nodes(state):
+    for path, node in _guarded(state):
         layout, tensors = (node.layout, node.tensors) if isinstance(node, Parts) else (None, (node,))
         for number, x in enumerate(tensors):
-            result.append(_Rest(path, layout, number, weakref.ref(x), writes(x), _sums(x)))
+            result.append(_Rest(path, layout, number, weakref.ref(x), writes(x), _block_sums(x)))
     return result
 
 
-def _sums(x: Tensor) -> Tensor:
+def _block_sums(x: Tensor) -> Tensor:
     """Return the sum of each block of a tensor's words, and of the remainder: int64, (n,)."""
     whole, rest = words(bits(x))
-    end = len(whole) // _BLOCK * _BLOCK
+    end = len(whole) // _WORDS_OF_SUM * _WORDS_OF_SUM
     last = whole[end:].sum() + rest.sum(dtype=torch.int64)
-    return torch.cat([whole[:end].view(-1, _BLOCK).sum(1), last[None]])
+    return torch.cat([whole[:end].view(-1, _WORDS_OF_SUM).sum(1), last[None]])
 
 
 class _Copy(NamedTuple):
@@ -184,7 +184,7 @@ class _Copy(NamedTuple):
     leaves: Callable[[], list[tuple[str, Tensor]]]  # equal names on all ranks; empty on ranks without the leaf
 
 
-def _digests(tensors: Sequence[Tensor], mesh: AnyMesh) -> Tensor:
+def _bit_sums(tensors: Sequence[Tensor], mesh: AnyMesh) -> Tensor:
     """Return the sum of each tensor's words: int64, (number of tensors,)."""
     return consensus.digests([*map(bits, tensors)] or [torch.empty(0, device="cpu")], mesh)
 
@@ -198,17 +198,17 @@ def _copies(state: TrainState, metrics: Mapping[str, Tree]) -> dict[Axes, list[_
         if axes:
             result.setdefault(axes, []).append(copy)
 
-    for path, node in [*_nodes(state), *((f"metrics.{name}", metrics[name]) for name in METRICS if name in metrics)]:
+    for path, node in [*_guarded(state), *((f"metrics.{name}", metrics[name]) for name in METRICS if name in metrics)]:
         if isinstance(node, Parts):
             for over in dict.fromkeys(row.over for row in node.layout.rows):
                 tensors = [x for number, x in enumerate(node.tensors) if node.layout.cut_over[number] == over]
-                add(over, _Copy(path, tensors, partial(_leaves, path, node, over)))
+                add(over, _Copy(path, tensors, partial(_leaves_over, path, node, over)))
         elif isinstance(node, Tensor):
             add((), _Copy(path, [node], partial(list, [(path, node)])))
     return result
 
 
-def _leaves(path: str, node: Parts, over: Axes) -> list[tuple[str, Tensor]]:
+def _leaves_over(path: str, node: Parts, over: Axes) -> list[tuple[str, Tensor]]:
     layout, here, nothing = node.layout, dict(pieces(node, node.layout)), torch.empty(0, device="cpu")
     numbers = [number for number in layout.numbers if layout.row_of[number].over == over]
     return [(tree.joined(path, layout.leaves[number].path), here.get(number, nothing)) for number in numbers]
@@ -218,14 +218,14 @@ def _check_copies(state: TrainState, metrics: Mapping[str, Tree], what: str) -> 
     plan = state.params.plan
     mesh = plan.live_mesh()
     for axes, copies in sorted(_copies(state, metrics).items()):
-        first = consensus.first_unlike([_digests(copy.tensors, mesh) for copy in copies], mesh, axes, f"guard: {what}")
+        first = consensus.unlike_index([_bit_sums(copy.tensors, mesh) for copy in copies], mesh, axes, f"guard: {what}")
         if first is not None:
             leaves = copies[first].leaves()
-            number = consensus.first_unlike([bits(x) for _, x in leaves], mesh, axes)
+            number = consensus.unlike_index([bits(x) for _, x in leaves], mesh, axes)
             name, tensors = (f"{copies[first].path} (padding)", copies[first].tensors)
             if number is not None:
                 name, tensors = leaves[number][0], [leaves[number][1]]
-            digests = str(_digests(tensors, mesh).tolist())
+            digests = str(_bit_sums(tensors, mesh).tolist())
             raise MismatchError(f"guard: {what}: leaf {name!r}: {_told(digests, axes, plan)}")
 
 
@@ -249,12 +249,12 @@ def _told(digests: str, axes: Axes, plan: Plan) -> str:
 def _check_equal(first: Result, second: Result, what: str) -> None:
     # leaves before metrics: a wrong leaf may make a metric wrong
     for kind, *runs in zip(("leaf", "metric"), second, first, strict=True):
-        if unlike := first_unlike(*map(_numbers, runs)):
+        if unlike := first_unlike(*map(_numbers_only, runs)):
             place, text = unlike
             where = f"{what}, {kind} {place.path!r}"
             raise MismatchError(f"{where}: two runs differ, from the same state and batch: the second {text}")
 
 
-def _numbers(x: Tree) -> Tree:
+def _numbers_only(x: Tree) -> Tree:
     """Replace a user's strings and objects by 0: only numbers are compared."""
     return tree.map(lambda leaf: leaf if isinstance(leaf, (Tensor, int, float)) else 0, x)

@@ -26,10 +26,10 @@ from ..core import func_levels, tree
 from ..core.arguments import CODE, call_site, check_function
 from ..core.losses import Mean, terms_of
 from ..core.scalars import on_device
-from ..core.tracing import UNROLLS, Args, Kwargs, assigned, is_tracing
+from ..core.tracing import UNROLLS, Args, Kwargs, Operator, assigned, is_tracing
 from ..core.tree import Tree
 from ..grad.grad import OBSERVER, empty_grads
-from ..grad.tape import Leaves, Tape, TapeUnit
+from ..grad.tape import Tape, TapeUnit, UnitLeaves
 from ..grad.travel import Gradients
 from ..layout.pieces import device_of
 from ..plan.plan import Plan, Slot
@@ -111,7 +111,7 @@ class Seen:
             if isinstance(leaf := whole.get(slot.path), Tensor):  # frozen leaves have no gradient
                 self.add_leaf(kind, x.plan, slot, leaf)
 
-    def add_sums(self, grads: Sharded, share: Tensor | None, scaler: Any) -> None:
+    def add_sums(self, grads: Sharded, share: Tensor | None, scaler: Tree) -> None:
         """Add gradients summed over ranks and micro-batches, and unscale all recorded gradients."""
         if self.names:
             self.add_leaves(SUM, grads)
@@ -140,7 +140,7 @@ class _ObservedTape(Tape):
             seen.forget(0)  # a step with `in_backward` and `clip_norm` has run its loss before, for the norm
         super().__init__(params, into, *others)
 
-    def forward_once(self, loss: Callable[[Tree], Any]) -> Any:
+    def forward_once(self, loss: Callable[[Tree], object]) -> Any:
         seen, plan = self._seen, self._whole
         seen.forget(self._known)  # values of a first run, in which torch.func refused hooks
         sizes = "x".join(str(size) for _, size in plan.axes)
@@ -157,7 +157,7 @@ class _ObservedTape(Tape):
         self._operators.end(returned.kind, terms_of(returned.loss))
         return returned
 
-    def enter(self, spec: tree.Spec, first: int) -> tuple[Tree, Leaves | None]:
+    def enter(self, spec: tree.Spec, first: int) -> tuple[Tree, UnitLeaves | None]:
         child, leaves = super().enter(spec, first)
         self._note(first, leaves or ())
         return child, leaves
@@ -167,7 +167,7 @@ class _ObservedTape(Tape):
         self._note(number, [leaf])
         return leaf
 
-    def _note(self, first: int, leaves: Leaves) -> None:
+    def _note(self, first: int, leaves: UnitLeaves) -> None:
         for number, leaf in enumerate(leaves, first):
             unit = self._whole.slots[self._whole.leaves[number]].unit
             self._operators.read(leaf, self._whole.units[unit].name)
@@ -214,7 +214,7 @@ class _Operators(TorchFunctionMode):
         made, origin = self._origins.get(id(x), (None, None))
         return origin if made is not None and made() is x else None
 
-    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs = None) -> Any:
+    def __torch_function__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         out = func(*args, **(kwargs or {}))
         if torch.compiler.is_dynamo_compiling():  # recording would break the graph at every operator
             return out
@@ -239,7 +239,7 @@ class _Operators(TorchFunctionMode):
             self._count += 1
             self._seen.add("operator", name, x, self._unit, self._line, inputs)
 
-    def end(self, kind: type, terms: Sequence[Any]) -> None:
+    def end(self, kind: type, terms: Sequence[Tree]) -> None:
         for number, term in enumerate(terms):
             of = Tensor if kind is Tensor else type(term)
             for what in ("total", "count")[: 1 + (of is Mean)]:

@@ -46,13 +46,13 @@ from ..sharding.sharded import Sharded
 from ..train.step import TrainState
 from .compare import form
 
-Step = Callable[..., tuple[Any, Any]]  # step(state, batch, *args) -> (state, metrics), or ((state, metrics), seen)
+AnyStep = Callable[..., tuple[Tree, Tree]]  # step(state, batch, *args) -> (state, metrics), or ((state, metrics), seen)
 Steps = Collection[int] | Callable[[int], bool] | None
-Json: TypeAlias = dict[str, Any]
+JsonDict: TypeAlias = dict[str, Any]
 _FORMAT = 3
 _ALIGN = 64  # bytes: new tensors start at multiples of 64
 # limits for foreign files
-_MOST = 1 << 20  # ranks
+_MOST_RANKS = 1 << 20  # ranks
 _MOST_THREADS = 1 << 10
 _MOST_AXES = 16
 _MOST_EQUAL = 64  # tensors that share memory, as a compiled step's results may
@@ -64,14 +64,14 @@ def step_folder(folder: Path, number: int) -> Path:
 
 
 def record(
-    step: Step,
+    step: AnyStep,
     dir: str | Path,
     *,
     steps: Steps = None,
     nonfinite: bool = True,
     keep: int | None = 8,
     donate: bool = False,
-) -> Step:
+) -> AnyStep:
     """Return `step` with recording: chosen steps write their arguments, the new state and the metrics to `dir`.
 
     - `steps`: the numbers of steps to record, or a predicate of the number `state.step`.
@@ -99,7 +99,7 @@ def record(
         raise TypeError(f"record: {wrong('steps', steps, 'numbers of steps, or a predicate of one')}")
     folder = check_path("record: dir", dir)
 
-    def recorded(state: TrainState, batch: Tree, *args: Tree) -> tuple[Any, Any]:
+    def recorded(state: TrainState, batch: Tree, *args: Tree) -> tuple[object, object]:
         number = int(state.step)
         chosen = steps is not None and (bool(steps(number)) if callable(steps) else number in steps)
         arguments = {"state": state, "batch": batch, "args": args}
@@ -114,7 +114,7 @@ def record(
         (after, metrics), *seen = result if isinstance(result[0], tuple) else (result,)
         if chosen or (nonfinite and _went_nonfinite(metrics) and _has_room(folder, number, keep)):
             results = {"state": after, "metrics": metrics} | ({"seen": seen[0]} if seen else {})
-            _write(step_folder(folder, number), arguments | {"state": before}, results)
+            _write_step(step_folder(folder, number), arguments | {"state": before}, results)
         return result
 
     return recorded
@@ -130,7 +130,7 @@ def _has_room(folder: Path, number: int, keep: int | None) -> bool:
     return keep is None or len(others) < keep
 
 
-def origin_of(state: TrainState) -> Json:
+def origin_of(state: TrainState) -> JsonDict:
     params: Tree = state.params  # `Sharded`, or plain in the state of a step without shards
     if not isinstance(params, Sharded):
         return {"axes": {}, "rank": 0, "plan": ""}
@@ -138,7 +138,7 @@ def origin_of(state: TrainState) -> Json:
     return {"axes": dict(plan.axes), "rank": rank_in(plan.live_mesh()), "plan": plan.describe()}
 
 
-def _write(folder: Path, before: dict[str, Tree], after: dict[str, Tree]) -> None:
+def _write_step(folder: Path, before: dict[str, Tree], after: dict[str, Tree]) -> None:
     try:
         origin = origin_of(before["state"])
     except DonatedError as gone:
@@ -158,9 +158,9 @@ def _write(folder: Path, before: dict[str, Tree], after: dict[str, Tree]) -> Non
         raise
 
 
-def _write_files(folder: Path, before: dict[str, Tree], after: dict[str, Tree], origin: Json) -> None:
+def _write_files(folder: Path, before: dict[str, Tree], after: dict[str, Tree], origin: JsonDict) -> None:
     folder.mkdir(parents=True)
-    about: Json = {"format": _FORMAT, "threads": torch.get_num_threads(), **origin}
+    about: JsonDict = {"format": _FORMAT, "threads": torch.get_num_threads(), **origin}
     for name, trees in {"before": before, "after": after}.items():
         tensors = dict[str, Tensor]()
         for what, x in trees.items():
@@ -177,7 +177,7 @@ def _write_files(folder: Path, before: dict[str, Tree], after: dict[str, Tree], 
     (folder / "about.json").write_text(json.dumps(about))
 
 
-def _filed(what: str, x: Tree) -> tuple[dict[str, Tensor], Json]:
+def _filed(what: str, x: Tree) -> tuple[dict[str, Tensor], JsonDict]:
     leaves, spec = flatten(x)
     for path, leaf in zip(paths := tree.paths(spec), leaves, strict=True):
         if not isinstance(leaf, Tensor | int | float | str):
@@ -200,12 +200,12 @@ class RecordedStep:
     """One rank's files of one step."""
 
     folder: Path
-    about: Json
+    about: JsonDict
 
     @legible()
     def check_plan(self, plan: str) -> None:
         if plan != self.about["plan"]:
-            difference = consensus.first_difference(self.about["plan"], plan, "{}, got {}")
+            difference = consensus.first_unlike_line(self.about["plan"], plan, "{}, got {}")
             raise ValueError(
                 f"{self.folder}: recorded with another plan: expected {difference}. Give replay the code it had."
             )
@@ -224,7 +224,7 @@ class RecordedStep:
                 f"{self.folder}: the {what} is not the one that was recorded: {lacking(wanted, paths) or 'its order'}. "
                 "Give replay the code that made the recorded step."
             )
-        tensors, plain = _tensors(self.folder / f"{name}.pt"), self.about[f"{name} {what}"]["plain"]
+        tensors, plain = _recorded_tensors(self.folder / f"{name}.pt"), self.about[f"{name} {what}"]["plain"]
         keys = [f"{what} {i}" for i in range(len(leaves))]
         missing = [key for i, key in enumerate(keys) if str(i) not in plain and key not in tensors]
         if missing:
@@ -236,10 +236,10 @@ class RecordedStep:
         return unflatten(spec, [_placed(*each) for each in zip(recorded, leaves, starts, strict=True)])
 
     @legible()
-    def seen(self) -> Json:
+    def seen(self) -> JsonDict:
         if "after seen" not in self.about:
             raise ValueError(f"{self.folder}: expected an observed step: record(observed(step), dir), got another one")
-        plain, tensors = self.about["after seen"]["plain"], _tensors(self.folder / "after.pt")
+        plain, tensors = self.about["after seen"]["plain"], _recorded_tensors(self.folder / "after.pt")
         num = len(plain)  # leaves: first all names, then all values
         keys = [f"seen {num + i}" for i in range(num)]
         if not {*keys} <= {*tensors} or {*plain} != {str(i) for i in range(num)}:
@@ -256,7 +256,7 @@ class RecordedStep:
 
 
 @legible()
-def seen_in(path: str | Path, at: int | None = None) -> tuple[int | None, list[Json]]:
+def seen_in(path: str | Path, at: int | None = None) -> tuple[int | None, list[JsonDict]]:
     """Return (step, observed values of each rank), from a file of torch.save or from recorded steps.
 
     `at`: the step (None: the last); a file has step None.
@@ -269,7 +269,7 @@ def seen_in(path: str | Path, at: int | None = None) -> tuple[int | None, list[J
     return number, [recorded.seen() for recorded in read(folder)]
 
 
-def _seen(rank: int, seen: Plain, tensor: Callable[[str, object], Tensor]) -> Json:
+def _seen(rank: int, seen: Plain, tensor: Callable[[str, object], Tensor]) -> JsonDict:
     names, values = seen["names"], seen["values"]
     is_list = type(names) is list and type(values) is list and len(names) == len(values)
     require(is_list and all(isinstance(name, str) for name in names), f"rank {rank}: expected as many values as names")
@@ -314,7 +314,7 @@ def _opened(path: Path, expected: str, most: int = 1) -> Iterator[tuple[Plain, C
         raise ValueError(f"{path}: expected {expected}: {wrong}") from wrong
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
+def _recorded_tensors(path: Path) -> dict[str, Tensor]:
     with _opened(path, "the tensors of a recorded step") as (records, tensor):
         require(isinstance(records, dict), f"a {type(records).__name__} in place of tensors by name")
         return {key: tensor(key, record) for key, record in records.items()}
@@ -343,7 +343,7 @@ def _is_number(x: object, least: int, most: int) -> bool:
 
 
 def _are_sizes(x: dict[str, object]) -> bool:
-    return len(x) <= _MOST_AXES and all(_is_number(n, 1, _MOST) for n in x.values())
+    return len(x) <= _MOST_AXES and all(_is_number(n, 1, _MOST_RANKS) for n in x.values())
 
 
 def _is_filed(x: object) -> bool:
@@ -363,7 +363,7 @@ _KEYS: dict[str, tuple[Callable[[object], bool], str]] = {
         lambda x: isinstance(x, dict) and all(_is_number(n, 0, _ALIGN - 1) for n in x.values()),
         f"numbers below {_ALIGN} by tensor",
     ),
-    "rank": (lambda x: _is_number(x, 0, _MOST), "the number of a rank"),
+    "rank": (lambda x: _is_number(x, 0, _MOST_RANKS), "the number of a rank"),
     "axes": (lambda x: isinstance(x, dict) and _are_sizes(x), f"the sizes of at most {_MOST_AXES} axes, by name"),
     "plan": (lambda x: isinstance(x, str), "a text"),
 } | dict.fromkeys(
@@ -372,7 +372,7 @@ _KEYS: dict[str, tuple[Callable[[object], bool], str]] = {
 )
 
 
-def _about(folder: Path) -> Json:
+def _about(folder: Path) -> JsonDict:
     file = folder / "about.json"
     try:
         about = parsed(read_text(file), "about.json")

@@ -72,16 +72,16 @@ def formed(init: Init, whole: Parts) -> list[Tree] | None:
     try:
         try:
             with torch.device("meta"):
-                two, single, *each = _made(init, everywhere, torch.device("meta"))
+                two, single, *each = _made_states(init, everywhere, torch.device("meta"))
         except Exception:  # perhaps the function needs values
-            two, single, *each = _made(init, everywhere, device)
+            two, single, *each = _made_states(init, everywhere, device)
         pairs = zip(each, everywhere.mine, strict=True)
         each = [_listed(x, two, single, on_rank(everywhere.pick([span.leaf]))) for x, span in pairs]
         if num_ranks(whole.mesh) > 1:
             pair = _listed(two, two, single, layout_of([torch.empty(0, device="cpu")] * 2))
             for other in (pair, *each):
                 _check_alike(init, each[0], other)
-        return [two, single, tree.map_tops(partial(_joined, everywhere), Parts, *each)]
+        return [two, single, tree.map_tops(partial(_joined_parts, everywhere), Parts, *each)]
     except Misplaced:
         raise
     except Exception:  # perhaps the function needs real values
@@ -96,7 +96,7 @@ def described(state: Tree, whole: Parts, formed: Sequence[Tree]) -> Tree:
     try:
         listed = _listed(state, two, single, whole.layout)
         pairs = zip(tree.nodes(listed, Parts), tree.nodes(of_all, Parts), strict=True)
-        forms = iter([_forms(shapes) if x.layout == whole.layout else {} for x, shapes in pairs])
+        forms = iter([_changed_forms(shapes) if x.layout == whole.layout else {} for x, shapes in pairs])
     except Exception:  # made-up values give another structure
         return state
     return tree.map_tops(lambda x: _in_forms(x, next(forms)) if isinstance(x, Parts) else x, Parts, listed)
@@ -141,11 +141,11 @@ def _check_alike(init: Init, state: Tree, other: Tree) -> None:
     )
 
 
-def _made(init: Init, everywhere: Layout, device: torch.device) -> list[Tree]:
+def _made_states(init: Init, everywhere: Layout, device: torch.device) -> list[Tree]:
     """The states of two leaves, of one leaf, and of each leaf alone, made on `device`, moved to meta."""
 
     def of(*leaves: Leaf) -> Tree:
-        xs = [_filled(leaf, number, device) for number, leaf in enumerate(leaves)]
+        xs = [_filled_leaf(leaf, number, device) for number, leaf in enumerate(leaves)]
         state = init(Parts(layout_of(xs), xs))
         return tree.map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, state)
 
@@ -153,17 +153,17 @@ def _made(init: Init, everywhere: Layout, device: torch.device) -> list[Tree]:
     return [of(leaves[0], leaves[0]), of(leaves[0]), *map(of, leaves)]
 
 
-def _joined(everywhere: Layout, *each: Tree) -> Tree:
+def _joined_parts(everywhere: Layout, *each: Tree) -> Tree:
     return Parts(everywhere, [t for x in each for t in x.tensors]) if isinstance(each[0], Parts) else each[0]
 
 
-def _filled(leaf: Leaf, place: int, device: torch.device) -> Tensor:
+def _filled_leaf(leaf: Leaf, place: int, device: torch.device) -> Tensor:
     if device.type == "meta":
         return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
-    return values(leaf, place, 1.0).to(device)
+    return made_up(leaf, place, 1.0).to(device)
 
 
-def values(leaf: Leaf, place: int, scale: float) -> Tensor:
+def made_up(leaf: Leaf, place: int, scale: float) -> Tensor:
     """Values up to `scale` that look random, but come from no generator."""
     numbers = torch.arange(leaf.numel, dtype=torch.float64, device="cpu") + 1
     return (torch.sin(numbers * numbers + 1.7 * place) * scale).view(leaf.shape).to(leaf.dtype)
@@ -195,7 +195,7 @@ def _listed(state: Tree, two: Tree, one: Tree, layout: Layout) -> Tree:
     return tree.unflatten(spec, [_listed(x, a, b, layout) for x, a, b in parts])
 
 
-def _forms(x: Parts) -> dict[int, Form]:
+def _changed_forms(x: Parts) -> dict[int, Form]:
     """Shapes and dtypes by leaf number; {} if all are those of parameters."""
     leaves, pairs = x.layout.leaves, zip(x.layout.mine, x.tensors, strict=True)
     forms = {span.leaf: Form(tuple(t.shape), t.dtype) for span, t in pairs}
@@ -212,7 +212,7 @@ def _moved(x: Parts, layout: Layout) -> Parts:
 
 
 def undescribed(state: Tree, layout: Layout) -> Tree:
-    """Return the state as the user's update takes it: in the gradients' layout, with plain lists. Dual: `again`."""
+    """Return the state as the user's update takes it: in the gradients' layout, with plain lists. Dual: `reformed`."""
     numbers = {span.leaf for span in layout.mine}
 
     def plain(x: Tree) -> Tree:
@@ -225,7 +225,7 @@ def undescribed(state: Tree, layout: Layout) -> Tree:
     return tree.map_tops(plain, _is_told, state)
 
 
-def again(new: Tree, state: Tree, layout: Layout) -> Tree:
+def reformed(new: Tree, state: Tree, layout: Layout) -> Tree:
     """Return a new state with the old state's layouts and `Flattened` lists. Dual: `undescribed`."""
     tops = tree.tops(state, _is_told)
     if not any(isinstance(x, Flattened) or (isinstance(x, Parts) and x.layout != layout) for x in tops):

@@ -45,21 +45,21 @@ def assign(costs: Sequence[float], num_ranks: int) -> list[int]:
 def owned(layout: Layout, mesh: AnyMesh, axes: Axes, cost: Callable[[Leaf], float] = lambda leaf: leaf.numel) -> Layout:
     """The layout with every leaf whole on one rank along `axes`; ranks get about equal costs."""
     ranks = assign([cost(layout.leaves[n]) for n in layout.numbers], num_ranks(mesh, axes))
-    return _whole(replace(layout, mesh=mesh, axes=axes), [Rule(axes, at=rank) for rank in ranks])
+    return _whole_layout(replace(layout, mesh=mesh, axes=axes), [Rule(axes, at=rank) for rank in ranks])
 
 
 def on_rank(layout: Layout, rank: int | None = None) -> Layout:
     """The layout with whole leaves on every rank, or on one (its number along `layout.axes`)."""
     rules = [COPIES if rank is None else Rule(layout.axes, at=rank)] * len(layout.numbers)
     if torch.compiler.is_compiling():  # as in `_moves`
-        return _whole(layout, rules)
+        return _whole_layout(layout, rules)
     known = layout.derived.layouts
     if rank not in known:
-        known[rank] = _whole(layout, rules)
+        known[rank] = _whole_layout(layout, rules)
     return known[rank]
 
 
-def _whole(layout: Layout, rules: Sequence[Rule]) -> Layout:
+def _whole_layout(layout: Layout, rules: Sequence[Rule]) -> Layout:
     pairs = [(n, layout.leaves[n], rule) for n, rule in zip(layout.numbers, rules, strict=True)]
     rows = tuple(Row((n,), (0,), (leaf.shape,), leaf.numel, rule=rule) for n, leaf, rule in pairs)
     source = ("whole", layout.source, layout.axes, tuple(rule.at for rule in rules))
@@ -107,14 +107,14 @@ def _find_moves(old: Layout, new: Layout) -> Moves:
     here = {axis: coordinate(mesh, (axis,)) for axis in axes}
     known = set(old.numbers)
     leaves = [n for n in new.numbers if n in known]
-    through = (item for n in leaves for k in range(len(axes) + 1) for item in _items(old, new, n, here, sizes, k))
+    through = (item for n in leaves for k in range(len(axes) + 1) for item in _items_held(old, new, n, here, sizes, k))
     items = sorted(set(through))  # the same order on all ranks
     local = tuple(here.values())
     stages = [(axes[k], *_stage(k, sizes[axes[k]], local, items)) for k in reversed(range(len(axes)))]
     return Moves(local, items, stages)
 
 
-def _items(
+def _items_held(
     old: Layout, new: Layout, leaf: int, here: Mapping[str, int], sizes: Mapping[str, int], k: int
 ) -> Iterator[Item]:
     """Yield the leaf's items on this rank after messages along `axes[k]`, `axes[k + 1]`, ... have arrived.
@@ -151,7 +151,7 @@ def _stage(k: int, size: int, here: tuple[int, ...], items: Sequence[Item]) -> t
     return sends, recvs
 
 
-def _moved(x: Tree, new: Layout, label: str) -> dict[int, list[tuple[int, Tensor]]]:
+def _moved_elements(x: Tree, new: Layout, label: str) -> dict[int, list[tuple[int, Tensor]]]:
     """Return pairs (begin, elements) for each leaf with a span of this rank in `new`."""
     old = typed(x)
     moves = _moves(old, new)
@@ -183,7 +183,7 @@ def _along(
 
 def collect(x: Tree, layout: Layout, label: str = "") -> Parts:
     """Return whole leaves, on the ranks of `layout` and the device of `x`. Dual: `spread`."""
-    arrived = _moved(x, layout, label)
+    arrived = _moved_elements(x, layout, label)
     tensors, device = [], device_of(x)
     for span in layout.mine:
         leaf, parts = layout.leaves[span.leaf], sorted(arrived[span.leaf], key=lambda part: part[0])
@@ -199,7 +199,7 @@ def spread(x: Tree, like: T, label: str = "") -> T:
     if not (layout := layout_of(like)).flat:
         write(out, collect(x, layout, label))
         return out
-    arrived = _moved(x, layout, label)
+    arrived = _moved_elements(x, layout, label)
     for span, piece in elements(out):
         for begin, part in arrived[span.leaf]:
             start = begin - span.begin  # in the piece

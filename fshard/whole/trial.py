@@ -26,7 +26,7 @@ from ..core.tree import Tree
 from ..layout.layout import Layout, Leaf
 from ..layout.pieces import Misplaced, Parts, device_of, reshaped
 from ..layout.rules import Rule
-from .described import Alone, Communicated, check_shapes, is_listed, named, values
+from .described import Alone, Communicated, check_shapes, is_listed, made_up, named
 from .moves import on_rank
 
 _MAGNITUDES = *((m, m, m) for m in (1.0, 1e-4, 1e4, 1e8)), (torch.inf, torch.nan, 1.0)  # of gradients
@@ -43,7 +43,7 @@ class _Found(NamedTuple):
     error: Exception | None = None
 
 
-def check_apart(init: Callable[[Tree], Tree], update: Callable[..., tuple[Tree, Tree]], nodes: Sequence[Parts]) -> None:
+def check_alone(init: Callable[[Tree], Tree], update: Callable[..., tuple[Tree, Tree]], nodes: Sequence[Parts]) -> None:
     """ValueError if the update of a leaf depends on other leaves, on several ranks or with random numbers.
 
     An update that draws random numbers is run leaf by leaf. No error if the update fails on the trial's whole tree
@@ -77,7 +77,7 @@ def _tried(
     whole = replace(on_rank(reshaped(on_rank(layout.pick(forms)), forms)), mesh=None, axes=())
     mesh = Alone(device.type, shard=2)
     needed = {name: torch.ones((), device=device) for name in _needed(update)}
-    runs = partial(_runs, init, update, device, needed, min(forms))
+    runs = partial(_trial_steps, init, update, device, needed, min(forms))
     restore, same = bookmark(device), SameDraws(device)
     try:
         with same:
@@ -116,10 +116,10 @@ def _chosen(leaves: Sequence[Leaf], numbers: Sequence[int]) -> dict[int, Form]:
             by_dims.setdefault(len(leaf.shape), []).append(n)
     ranked = sorted((place, n) for group in by_dims.values() for place, n in enumerate(group))
     form_of = {n: leaf for leaf, n in order}
-    return {n: _cut(form_of[n]) for n in sorted(n for _, n in ranked[:_LEAVES])}
+    return {n: _small_form(form_of[n]) for n in sorted(n for _, n in ranked[:_LEAVES])}
 
 
-def _cut(leaf: Leaf) -> Form:
+def _small_form(leaf: Leaf) -> Form:
     small = leaf.numel <= _LARGEST
     return Form(leaf.shape if small else tuple(min(size, _SIDE) for size in leaf.shape), leaf.dtype)
 
@@ -132,7 +132,7 @@ def _needed(update: Callable[..., object]) -> list[str]:
     return [p.name for p in known if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
 
 
-def _runs(
+def _trial_steps(
     init: Callable[[Tree], Tree],
     update: Callable[..., tuple[Tree, Tree]],
     device: torch.device,
@@ -145,7 +145,7 @@ def _runs(
 
     def made(seed: int, scale: float) -> Parts:
         scales = {s.leaf: scale if isfinite(scale) or s.leaf == bad else 1.0 for s in layout.mine}
-        return Parts(layout, [values(layout.leaves[n], 8 * n + seed, x).to(device) for n, x in scales.items()])
+        return Parts(layout, [made_up(layout.leaves[n], 8 * n + seed, x).to(device) for n, x in scales.items()])
 
     state = init(made(0, 1.0))
     for number, magnitude in enumerate(magnitudes):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,21 +28,20 @@ from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..layout.layout import Layout
 from ..layout.pieces import Misplaced, Parts, device_of
-from .copies import check_cut_alike, copied_whole, on_copies, own_part
-from .described import Init, again, check_shapes, check_told, described, formed, named, undescribed
+from .copies import Update, check_cut_alike, copied_whole, on_copies, own_part
+from .described import Init, check_shapes, check_told, described, formed, named, reformed, undescribed
 from .moves import collect, on_rank, owned, spread
-from .trial import check_apart
+from .trial import check_alone
 
-Update: TypeAlias = Callable[..., tuple[Tree, Tree]]
 Places: TypeAlias = Sequence[tuple[int, ...]]  # seeds of tensors, distinct for leaves and shards
 
 
 def bring(x: Tree) -> Tree:
     """Send each leaf of `Parts` whole to one rank; a whole leaf is not copied."""
-    return tree.map_tops(_whole, Parts, x)
+    return tree.map_tops(_whole_parts, Parts, x)
 
 
-def _whole(x: Tree) -> Tree:
+def _whole_parts(x: Tree) -> Tree:
     if not isinstance(x, Parts) or not x.layout.flat:
         return x
     layout = to_owners(x.layout)
@@ -76,13 +75,13 @@ def on_leaves(init: Init, update: Update) -> tuple[Init, Update]:
         if not nodes:
             return init(params)
         forms = formed(init, whole) if isinstance(whole, Parts) else None
-        check_apart(init, update, nodes)
+        check_alone(init, update, nodes)
         state = _begun(init, whole)
         if differentiates(params) and not is_tracing():
             _check_passed(named(update), nodes, state)
         return state if forms is None else described(state, whole, forms)
 
-    def run(grads: Tree, state: Tree, params: Tree = None, *more: object, **extra: object) -> tuple[Tree, Tree]:
+    def run(grads: Tree, state: Tree, params: Tree = None, *more: Tree, **extra: object) -> tuple[Tree, Tree]:
         whole, known = bring(grads), [] if params is None else [bring(params)]
         if not isinstance(whole, Parts):
             updates, state = _whole_tree(update, whole, state, *known, *more, **extra)
@@ -92,7 +91,7 @@ def on_leaves(init: Init, update: Update) -> tuple[Init, Update]:
             updates, new = _leaf_by_leaf(update, whole, plain, *known, *more, **extra)
         else:
             updates, new = _on_none(init, update, whole, plain, *known, *more, **extra)
-        new = again(new, state, whole.layout)
+        new = reformed(new, state, whole.layout)
         check_shapes(update, state, new)
         return _sent_back(update, updates, whole, grads), new
 
@@ -119,7 +118,7 @@ def in_trees(init: Init, told: bool) -> Init:
                     '{"mu": fshard.tree.map(torch.zeros_like, params), "nu": ...}'
                 )
         for path, entry in tree.paths_to(state, lambda x: False):
-            if not isinstance(entry, Tensor) and (names := _with_tensors(entry)):
+            if not isinstance(entry, Tensor) and (names := _tensor_attributes(entry)):
                 kind = type(entry).__name__
                 raise Misplaced(
                     f"{named(init)}: its state{f' {path!r}' * bool(path)} is an object of the class {kind}, in which "
@@ -133,7 +132,7 @@ def in_trees(init: Init, told: bool) -> Init:
     return run
 
 
-def _with_tensors(entry: object) -> list[str]:
+def _tensor_attributes(entry: object) -> list[str]:
     names = getattr(entry, "__dict__", getattr(type(entry), "__slots__", ()))
     return [name for name in names if tree.tensors(tree.leaves(getattr(entry, name, None)))]
 
@@ -150,7 +149,7 @@ def unwritten(update: Update) -> Update:
     """
 
     @wraps(update)
-    def run(*args: Any, **extra: object) -> tuple[Tree, Tree]:
+    def run(*args: Tree, **extra: object) -> tuple[Tree, Tree]:
         if torch.compiler.is_compiling():  # dynamo's tensors count no writes
             return update(*args, **extra)
         leaves, spec = tree.flatten(dict(zip(("gradients", "state", "params"), args, strict=False)) | extra)
@@ -189,7 +188,7 @@ def _sent_back(update: Update, updates: Tree, whole: Tree, grads: Tree) -> Tree:
     return back(updates, grads)
 
 
-def _whole_tree(update: Update, *trees: Any, **extra: object) -> tuple[Tree, Tree]:
+def _whole_tree(update: Update, *trees: Tree, **extra: object) -> tuple[Tree, Tree]:
     """Run an update once; in a step, with this call's random numbers."""
     seeds = UPDATE.get()
     if seeds is None:
@@ -198,7 +197,7 @@ def _whole_tree(update: Update, *trees: Any, **extra: object) -> tuple[Tree, Tre
         return update(*trees, **extra)
 
 
-def _leaf_by_leaf(update: Update, grads: Parts, state: Tree, *more: Any, **extra: object) -> tuple[Tree, Tree]:
+def _leaf_by_leaf(update: Update, grads: Parts, state: Tree, *more: Tree, **extra: object) -> tuple[Tree, Tree]:
     """Run an update on all whole leaves at once, or leaf by leaf if it draws random numbers in a step."""
     seeds = UPDATE.get()
     if seeds is None:
@@ -210,21 +209,21 @@ def _leaf_by_leaf(update: Update, grads: Parts, state: Tree, *more: Any, **extra
         if not drew():
             return updates, new
     updates, states = _piecewise(here, update, grads, state, *more, **extra)
-    return updates, _joined(new, states)
+    return updates, _joined_states(new, states)
 
 
 def row_by_row(update: Update) -> Update:
     """Let an elementwise update, plain or fused, draw equal numbers in a step for copies of a tensor."""
 
-    def run(grads: Tree, state: Tree, params: Tree = None, *more: object, **extra: object) -> tuple[Tree, Tree]:
+    def run(grads: Tree, state: Tree, params: Tree = None, *more: Tree, **extra: object) -> tuple[Tree, Tree]:
         given, seeds = (state, *[params] * (params is not None), *more), UPDATE.get()
         if seeds is None or not isinstance(grads, Parts) or not grads.tensors:
             updates, new = _whole_tree(update, grads, *given, **extra)
         else:
             updates, states = _piecewise(seeds.following(), update, grads, *given, **extra)
-            _check_structure(update, tree.map_tops(_cut(0), Parts, state), states[-1])
+            _check_same_structure(update, tree.map_tops(_leaf_picker(0), Parts, state), states[-1])
             last = tree.map_tops(lambda old, new: old if isinstance(old, Parts) else new, Parts, state, states[-1])
-            new = _joined(last, states)
+            new = _joined_states(last, states)
         check_shapes(update, state, new)
         return updates, new
 
@@ -234,7 +233,7 @@ def row_by_row(update: Update) -> Update:
 def at_once(update: Update) -> Update:
     """Let an update of a whole tree, plain or fused, draw random numbers only on a mesh of one rank."""
 
-    def run(grads: Tree, state: Tree, *more: Any, **extra: object) -> tuple[Tree, Tree]:
+    def run(grads: Tree, state: Tree, *more: Tree, **extra: object) -> tuple[Tree, Tree]:
         if differentiates(grads):
             check_cut_alike(named(update), [x.layout for x in tree.nodes(grads, Parts)])
         seeds = UPDATE.get()
@@ -261,7 +260,7 @@ def _places(layout: Layout) -> Places:
     return [(n, coordinate(layout.live_mesh(), over)) for n, over in sorted(layout.cut_over.items())]
 
 
-def _piecewise(seeds: Seeds, update: Update, grads: Parts, *trees: Any, **extra: object) -> tuple[Tree, list[Tree]]:
+def _piecewise(seeds: Seeds, update: Update, grads: Parts, *trees: Tree, **extra: object) -> tuple[Tree, list[Tree]]:
     """Run an update on each tensor of `Parts`, seeded by `_places`; return the updates, and each run's state."""
 
     for x in tree.nodes(trees, Parts):
@@ -273,17 +272,17 @@ def _piecewise(seeds: Seeds, update: Update, grads: Parts, *trees: Any, **extra:
     results = []
     for number, place in enumerate(_places(grads.layout)):
         with seeds.at(*place).block():
-            given = tree.map_tops(_cut(number), Parts, (grads, *trees))
+            given = tree.map_tops(_leaf_picker(number), Parts, (grads, *trees))
             results.append(update(*given, **extra))
     tensors = [x for updates, _ in results for x in tree.leaves(updates)]
     return tree.unflatten(tree.flatten(grads)[1], tensors), [state for _, state in results]
 
 
-def _cut(number: int) -> Callable[[Tree], Tree]:
+def _leaf_picker(number: int) -> Callable[[Tree], Tree]:
     return lambda x: [x.tensors[number]] if isinstance(x, Parts) else x
 
 
-def _check_structure(update: Update, old: Tree, new: Tree) -> None:
+def _check_same_structure(update: Update, old: Tree, new: Tree) -> None:
     """ValueError if the state's structure has changed: the leaves of new tensors are not known."""
     if tree.flatten(old)[1] != tree.flatten(new)[1]:
         same = "a number or None has become a tree, or a list or dict has other entries"
@@ -294,7 +293,7 @@ def _check_structure(update: Update, old: Tree, new: Tree) -> None:
         )
 
 
-def _joined(like: Tree, states: Sequence[Tree]) -> Tree:
+def _joined_states(like: Tree, states: Sequence[Tree]) -> Tree:
     """Return `like`, its `Parts` filled with the tensors of all states."""
 
     def put(x: Tree, *pieces: Tree) -> Tree:
@@ -323,24 +322,24 @@ def _begun(init: Init, whole: Tree) -> Tree:
     except Exception as failure:  # perhaps `init` reads the first leaf
         if isinstance(failure, MismatchError) or not isinstance(whole, Parts) or whole.tensors:
             raise
-        stand_in = _stand_in(whole)
+        stand_in = _smallest_leaf(whole)
         return _put_back(init(stand_in), stand_in, whole)
 
 
-def _on_none(init: Init, update: Update, grads: Parts, state: Tree, *more: Any, **extra: object) -> tuple[Tree, Tree]:
+def _on_none(init: Init, update: Update, grads: Parts, state: Tree, *more: Tree, **extra: object) -> tuple[Tree, Tree]:
     """If the update needs a leaf, run it on a leaf of zeros, for counts alone."""
     try:
         return _whole_tree(update, grads, state, *more, **extra)
     except MismatchError:
         raise
     except Exception:  # as in `_begun`
-        stand_in = _stand_in(grads)
+        stand_in = _smallest_leaf(grads)
         made = tree.map_tops(lambda new, old: new if isinstance(new, Parts) else old, Parts, init(stand_in), state)
         given = tree.map_tops(lambda x: stand_in if isinstance(x, Parts) else x, Parts, more)
         return _put_back(_whole_tree(update, stand_in, made, *given, **extra), stand_in, grads)
 
 
-def _stand_in(x: Parts) -> Parts:
+def _smallest_leaf(x: Parts) -> Parts:
     """The smallest leaf of `x`, filled with zeros."""
     layout = x.layout
     smallest = min(layout.numbers, key=lambda n: layout.leaves[n].numel)

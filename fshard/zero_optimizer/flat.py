@@ -22,10 +22,10 @@ from ..plan.leaves import is_differentiable
 from ..plan.plan import Plan, Slot
 from ..plan.planning import make_plan
 from ..sharding.schedule import View
-from ..sharding.sharded import Sharded, pack, room, whole_view
+from ..sharding.sharded import Sharded, pack_shard, room, whole_view
 from ..update.base import FoundInf, Transform
 from ..update.elementwise import update_part
-from .leaf import ZeroState, check_zero_state, leaves_of, update_on_all, values
+from .leaf import ZeroState, check_zero_state, detached_values, leaves_of, update_on_all
 
 # attribute of a bucket's storage, since users have views of it: without it a user's tensor might pass for a bucket
 _MARK = "fshard_bucket"
@@ -37,7 +37,7 @@ def flat_init(tx: Transform, mesh: AnyMesh, axes: Axes, bucket: int, block: int,
     # elements for `bucket` bytes, at the mean itemsize of trained leaves
     size = max(1, bucket * sum(x.numel() for x in trained) // max(1, sum(x.nbytes for x in trained)))
     plan = make_plan(params, mesh, units=size, params_over=(), grads_over=(), state_over=axes, block=block)
-    return ZeroState(tx.init(_part(plan, _by_slot(plan, params, "parameters"))), plan)
+    return ZeroState(tx.init(_part_of_rank(plan, _by_slot(plan, params, "parameters"))), plan)
 
 
 def _by_slot(plan: Plan, x: Tree, what: str) -> dict[Slot, Tensor]:
@@ -54,11 +54,11 @@ def _view(plan: Plan) -> View:
     return whole_view(plan, plan.state_over, [k for k, kind in enumerate(plan.kinds) if kind.trainable])
 
 
-def _rows(plan: Plan) -> list[Row[Slot]]:
+def _plan_rows(plan: Plan) -> list[Row[Slot]]:
     return [*_view(plan).rows.values()]
 
 
-def _part(plan: Plan, leaves: Mapping[Slot, Tensor], local: bool = False) -> Sharded:
+def _part_of_rank(plan: Plan, leaves: Mapping[Slot, Tensor], local: bool = False) -> Sharded:
     """Return this rank's shards; if `local`, of gradients summed over ranks."""
     view, device = _view(plan), _device_of_leaves(plan, leaves)
     likes = [torch.empty(0, dtype=plan.kinds[kind].dtype, device=device) for kind in view.kinds]
@@ -67,17 +67,17 @@ def _part(plan: Plan, leaves: Mapping[Slot, Tensor], local: bool = False) -> Sha
         for pending in _summing(plan, leaves, part).values():
             pending.wait()
     else:
-        for row in _rows(plan):
-            pack(leaves, plan, row, row.of(part.tensors))
+        for row in _plan_rows(plan):
+            pack_shard(leaves, plan, row, row.of(part.tensors))
     return part
 
 
 def _summing(plan: Plan, leaves: Mapping[Slot, Tensor], into: Sharded | None = None) -> dict[Row[Slot], Pending]:
     """Start sums of gradients. The results are this rank's shards (n / W,), in `into` or new."""
     mesh, old, started = plan.live_mesh(), COPIES.dual(plan.axis_names), {}
-    for row in _rows(plan):  # the same order on every rank
+    for row in _plan_rows(plan):  # the same order on every rank
         whole = primitives.buffer(mesh, plan.axis_names, row.numel, leaves[row.leaves[0]], lent=True)  # (n,)
-        pack(leaves, plan, plan.rows[row.unit, row.kind], whole)
+        pack_shard(leaves, plan, plan.rows[row.unit, row.kind], whole)
         out = None if into is None else row.of(into.tensors)
         started[row] = reshard(whole, old, row.rule, mesh, plan.units[row.unit].name, out)
     return started
@@ -103,7 +103,7 @@ class _Buckets:
         self.plan, self.started = plan, list[Pending]()
         self.whole = dict[Row[Slot], Tensor]()  # (n,) for each row
         self.reused = set[Row[Slot]]()  # buckets of the parameters given away
-        for row in _rows(plan):
+        for row in _plan_rows(plan):
             like = torch.empty(0, dtype=plan.kinds[row.kind].dtype, device=device)
             bucket = None if given_away is None else _bucket_of(given_away, plan, row)
             if bucket is None:
@@ -120,7 +120,7 @@ class _Buckets:
         self.started.append(reshard(shard, row.rule, COPIES, mesh, name, self.whole[row]))
 
     def gather_all(self, x: Sharded) -> dict[Slot, Tensor]:
-        for row in _rows(self.plan):
+        for row in _plan_rows(self.plan):
             self.gather(row, row.of(x.tensors))
         return self.leaves()
 
@@ -137,11 +137,11 @@ def flat_update(
 ) -> tuple[Tree, ZeroState]:
     """Return whole updates: each rank computes its shards, and gathers the others."""
     plan = check_zero_state(state, Plan)
-    if differentiates((grads, state, values(params), extra)):
+    if differentiates((grads, state, detached_values(params), extra)):
         return update_on_all(tx, _view(plan).layout, local, grads, state, params, extra)
     gradients = _by_slot(plan, grads, "gradients")
-    grads_part = _part(plan, gradients, local)
-    params_part = None if params is None else _part(plan, _by_slot(plan, params, "parameters"))
+    grads_part = _part_of_rank(plan, gradients, local)
+    params_part = None if params is None else _part_of_rank(plan, _by_slot(plan, params, "parameters"))
     updates, inner = tx.update(grads_part, state.inner, params_part, **extra)
     updated = _Buckets(plan, _device_of_leaves(plan, gradients)).gather_all(updates)
     return tree.unflatten(plan.spec, [updated.get(slot) for slot in plan.slots]), ZeroState(inner, plan)
@@ -167,7 +167,7 @@ def flat_step(
         new_leaves = buckets.leaves()
     else:
         # copies: the optimizer may overwrite both
-        grads_part, params_part = _part(plan, gradients, local), _part(plan, old)
+        grads_part, params_part = _part_of_rank(plan, gradients, local), _part_of_rank(plan, old)
         new, inner = tx.step(grads_part, inner, params_part, found_inf, True, **extra | {"own_grads": True})
         new_leaves = buckets.gather_all(new)
     updated = old | new_leaves
@@ -196,7 +196,7 @@ def _step_by_bucket(
     for row, bucket in buckets.whole.items():
         shard = plan.shard_of(bucket, row.kind, plan.state_over)  # (n / W,)
         if row not in buckets.reused:  # reused buckets hold the parameters already
-            pack(old, plan, row, shard)
+            pack_shard(old, plan, row, shard)
         sources = [(0, arriving[row].wait())] if local else _sources(gradients, plan, row)
         grads, spans = [grad for _, grad in sources], [(start, grad.numel()) for start, grad in sources]
 
@@ -216,7 +216,7 @@ def _sources(leaves: Mapping[Slot, Tensor], plan: Plan, row: Row[Slot]) -> list[
         return views
     mesh, like = plan.live_mesh(), leaves[row.leaves[0]]
     out = primitives.buffer(mesh, plan.state_over[-1:], row.length, like, lent=False)
-    return [(0, pack(leaves, plan, row, out))]
+    return [(0, pack_shard(leaves, plan, row, out))]
 
 
 def _views(x: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:

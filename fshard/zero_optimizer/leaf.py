@@ -63,7 +63,7 @@ def leaves_of(x: Tree, spec: tree.Spec, what: str) -> list[Tree]:
     return [leaf if leaf is None else tree.detached(leaf) for leaf in flat]
 
 
-def values(x: Tree) -> Tree:
+def detached_values(x: Tree) -> Tree:
     """Return a tree with each nn.Parameter detached."""
     return tree.map(lambda leaf: leaf.detach() if isinstance(leaf, nn.Parameter) else leaf, x)
 
@@ -97,7 +97,7 @@ def leaf_update(
 ) -> tuple[Tree, ZeroState]:
     """Return whole updates: the owner of a leaf computes its update and sends it to all ranks."""
     parting = check_zero_state(state, Layout)
-    if differentiates((grads, state, values(params), extra)):
+    if differentiates((grads, state, detached_values(params), extra)):
         return update_on_all(tx, parting, local, grads, state, params, extra)
     owned_grads = _owned_grads(parting, grads, local)
     owned_params = None if params is None else _owned_leaves(parting, params, "parameters")

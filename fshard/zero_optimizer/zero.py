@@ -24,7 +24,7 @@ from ..plan.leaves import check_tensors, first_places
 from ..plan.partitions import axes_of
 from ..update.base import Transform, TransformLike, as_transform
 from .flat import flat_init, flat_step, flat_update
-from .leaf import ZeroState, leaf_init, leaf_step, leaf_update, values
+from .leaf import ZeroState, detached_values, leaf_init, leaf_step, leaf_update
 
 BUCKET = 1 << 24  # bytes: 4 Mi elements of float32
 
@@ -113,7 +113,7 @@ class _OfModules(Transform):
     """A transformation that accepts a module's nn.Parameters: `step` detaches them."""
 
     def step(self, grads: Tree, state: Tree, params: Tree, *how: Tree, **extra: Tree) -> tuple[Tree, Tree]:
-        return super().step(grads, state, values(params), *how, **extra)
+        return super().step(grads, state, detached_values(params), *how, **extra)
 
 
 def _checked_init(make: Callable[[Tree], ZeroState], params: Tree) -> ZeroState:

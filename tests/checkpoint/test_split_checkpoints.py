@@ -17,7 +17,7 @@ import fshard
 from fshard import checkpoint, optim, tree
 from fshard.checkpoint.comparing import compare
 from fshard.checkpoint.inspecting import verify
-from fshard.files.directory import at
+from fshard.files.directory import dir_at
 from fshard.files.index import read_index, sealed
 from fshard.files.safetensors_file import CHUNK
 from fshard.testing import World
@@ -153,7 +153,7 @@ def test_every_state_is_read_by_every_split(name: str, way: str, tmp_path: Path)
         for got in World(axes=WAYS[other][0]).run(checked, other, make(), str(tmp_path / "a"), str(folders[1])):
             for x, y in zip(got, expected, strict=True):
                 assert torch.equal(x, y), other
-        assert not [line.text for line in compare(at(folders[0]), 3, at(folders[1]), 3) if line.is_fault], other
+        assert not [line.text for line in compare(dir_at(folders[0]), 3, dir_at(folders[1]), 3) if line.is_fault], other
 
 
 def of_version_2(folder: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_checkpoint_of_version_2_is_read_right(name: str, tmp_path: Path) -> N
     for way in ("columns", "packed"):
         expected = World(axes=WAYS[way][0]).run(saved, way, make(), str(tmp_path))[0]
         of_version_2(tmp_path)
-        assert not [line.text for line in verify(at(tmp_path), 3) if line.is_fault]
+        assert not [line.text for line in verify(dir_at(tmp_path), 3) if line.is_fault]
         for other in ("columns", "packed by 3", "whole"):
             got, _ = World(axes=WAYS[other][0]).run(restored, other, make(), str(tmp_path), False)[0]
             assert all(map(torch.equal, got, expected)), (way, other)

@@ -10,14 +10,14 @@ from support.worlds import simulated
 from torch.profiler import ProfilerActivity, profile
 
 import fshard
-from fshard.core.tracing import named
+from fshard.core.tracing import profiled
 
 # torch 2.11 warns at the first profile of a process
 pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 UNITS = ["(first)", "blocks.0", "blocks.1", "blocks.2", "(last)"]
 
 
-def profiled(mesh: Any, how: str, strategy: dict[str, Any]) -> tuple[Counter[str], str]:
+def recorded(mesh: Any, how: str, strategy: dict[str, Any]) -> tuple[Counter[str], str]:
     """How often each name of ours is in the first rank's trace of a gradient; and the text of its graph, if any."""
     params = chain_params()
     sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, units=["blocks.*"], **strategy))
@@ -38,7 +38,7 @@ def profiled(mesh: Any, how: str, strategy: dict[str, Any]) -> tuple[Counter[str
 @pytest.mark.parametrize("how", ["eager", "graph"])
 def test_a_trace_names_collectives_and_units(how: str) -> None:
     """A trace would show messages, and not of which unit, in the forward, the backward or the reductions."""
-    names, text = simulated(profiled, how, {}, shard=2)[0]
+    names, text = simulated(recorded, how, {}, shard=2)[0]
     for unit in UNITS:
         gathers = 1 if unit == "(last)" else 2  # what the backward begins with stays
         assert names[f"fshard.all_gather {unit}"] == gathers
@@ -50,12 +50,12 @@ def test_a_trace_names_collectives_and_units(how: str) -> None:
 
 def test_a_trace_of_reductions_over_all_ranks() -> None:
     """A trace of DDP, or of two axes, would lack names."""
-    names, _ = simulated(profiled, "eager", dict.fromkeys(("params_over", "grads_over", "state_over"), ()), shard=2)[0]
+    names, _ = simulated(recorded, "eager", dict.fromkeys(("params_over", "grads_over", "state_over"), ()), shard=2)[0]
     assert [names[f"fshard.all_reduce {unit}"] for unit in UNITS] == [1] * 5
 
 
 def test_no_name_is_made_where_no_profiler_runs() -> None:
     """Every collective would cost a `record_function` in all runs."""
-    assert named("all_gather", "a") is named("wait", "b")
+    assert profiled("all_gather", "a") is profiled("wait", "b")
     with profile(activities=[ProfilerActivity.CPU]):
-        assert isinstance(named("all_gather", "a"), torch.autograd.profiler.record_function)
+        assert isinstance(profiled("all_gather", "a"), torch.autograd.profiler.record_function)

@@ -337,7 +337,7 @@ def test_json_takes_no_more_memory_than_is_counted(text):
         with contextlib.suppress(ValueError):
             foreign.parsed(TEXTS[text], "x")
 
-    assert peak_of(read) < foreign._memory(TEXTS[text]) + (1 << 16)
+    assert peak_of(read) < foreign._memory_of_text(TEXTS[text]) + (1 << 16)
 
 
 OPERATIONS: dict[str, tuple[bytes, Callable[[int], bytes] | None]] = {

@@ -209,8 +209,8 @@ def test_memory_cannot_be_cut() -> None:
 def test_words_that_no_rank_says(text: str) -> None:
     """Malformed text about a checked call is an error that names the peer: otherwise it would raise inside json."""
     with pytest.raises(fshard.MismatchError, match="rank 7 sent what no rank says of its calls"):
-        compare_calls._read(text, 7)
-    assert compare_calls._read(json.dumps([1, "a", "b", "c"]), 7) == (1, "a", "b", "c")
+        compare_calls._read_status(text, 7)
+    assert compare_calls._read_status(json.dumps([1, "a", "b", "c"]), 7) == (1, "a", "b", "c")
 
 
 def test_a_call_of_any_length(ends: Any) -> None:

@@ -21,7 +21,7 @@ from fshard import DynamicLossScale, Sharded, optim
 from fshard.core import tree
 from fshard.layout.pieces import Parts, packed
 from fshard.sharding.sharded import coarsen, refine
-from fshard.train.step import _gathered, _updated_shards
+from fshard.train.step import _gathered_params, _updated_shards
 from fshard.update.transforms import LabelState
 
 # Compared to 1e-12, relative: torch's kernels round in another way than the reference, and from_torch computes an
@@ -81,7 +81,7 @@ def updated(tx: Any, grads: Sharded, state: Any, params: Sharded, skip: Any, don
     """The parameters and the state after the update of a step."""
     before = fshard.TrainState(params, state, None, None, None, None)
     new, state = _updated_shards(tx, grads, before, skip, donate, exact=False)
-    return _gathered(new, params, donate), state
+    return _gathered_params(new, params, donate), state
 
 
 def by_step(tx: Any, grads: Sharded, state: Any, params: Sharded, donate: bool) -> tuple[Sharded, Any]:

@@ -265,8 +265,8 @@ def test_the_watch_over_starts_can_fail():
 def test_packed_tensors_start_at_16_bytes(held):
     """A message of several dtypes would lose bits, have a wrong size, or be decoded from odd addresses."""
     tensors = [torch.arange(numel).to(dtype) for dtype, numel in held]
-    data = storage.pack(tensors) if tensors else torch.empty(0, dtype=torch.uint8)
+    data = storage.pack_bytes(tensors) if tensors else torch.empty(0, dtype=torch.uint8)
     assert data.nbytes == storage.packed_size(held)
-    found = storage.unpack(data, held)
+    found = storage.unpack_bytes(data, held)
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, tensors, strict=True))
     assert pointers([x for x in found if len(x)]) <= {0}

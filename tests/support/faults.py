@@ -22,7 +22,7 @@ from fshard.comm.primitives import along
 from fshard.core.tree import Tree
 from fshard.hosts import compare_calls, one_host, rendezvous
 from fshard.hosts.links import Link
-from fshard.watch.recording import Step
+from fshard.watch.recording import AnyStep
 
 from .models import same_bits
 from .worlds import by_process_groups
@@ -142,7 +142,7 @@ def optimizer(inner: optim.Transform, at: Callable[[str], object]) -> optim.Tran
     return optim.chain(optim.Transform(lambda params: (), update), optim.clip_by_global_norm(1.0), inner)
 
 
-def step_of(inner: optim.Transform, at: Callable[[str], object], **kwargs: Any) -> Step:
+def step_of(inner: optim.Transform, at: Callable[[str], object], **kwargs: Any) -> AnyStep:
     """A step with places of faults in its forward, backward and update."""
 
     def backward(grad: Tensor) -> None:

@@ -12,7 +12,7 @@ from fshard import optim, tree
 from fshard.comm.mesh import Mesh
 from fshard.core.tree import Tree
 from fshard.train.loss_scale import LossScale
-from fshard.watch.recording import Step
+from fshard.watch.recording import AnyStep
 
 from .models import rand, same_bits
 
@@ -58,7 +58,7 @@ def start(
     whole: Tree = None,
     extra: Tree = None,
     **kw: Any,
-) -> tuple[fshard.TrainState, Step]:
+) -> tuple[fshard.TrainState, AnyStep]:
     """A state and a step."""
     whole = params() if whole is None else whole
     laid = fshard.make_plan(whole, mesh, **{"units": UNITS, **(plan or {})})
@@ -90,7 +90,7 @@ def apart(a: Tree, b: Tree) -> float:
 
 def alike(
     mesh: Mesh,
-    compiled: Callable[[Step], Step],
+    compiled: Callable[[AnyStep], AnyStep],
     num_steps: int = 3,
     overflow: int | None = None,
     dtype: torch.dtype = torch.float64,

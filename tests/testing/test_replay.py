@@ -495,7 +495,7 @@ def contents(rank: Path) -> Any:
     """What the files of a rank hold, without the number of threads and addresses: any give these results the same
     bits."""
     about = json.loads((rank / "about.json").read_bytes()) | {"threads": None, "starts": None}
-    return about, [recording._tensors(rank / name) for name in ("before.pt", "after.pt")]
+    return about, [recording._recorded_tensors(rank / name) for name in ("before.pt", "after.pt")]
 
 
 @pytest.mark.parametrize("seed", range(16))

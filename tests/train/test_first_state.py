@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fshard
 from fshard import DynamicLossScale, MismatchError, StaticLossScale, optim
-from fshard.comm.consensus import first_unlike
+from fshard.comm.consensus import unlike_index
 
 WORLDS = [(1, 2), (1, 3), (2, 2)]
 TX = optim.sgd(0.1)
@@ -58,7 +58,7 @@ def unlike(mesh: Any, dtype: torch.dtype, first: int, bit: int | None) -> int | 
     x = (rand(11, seed=1).float() * 100).to(dtype)
     if bit is not None and mesh.get_rank() == 1:
         (torch.view_as_real(x) if dtype.is_complex else x).view(torch.uint8).view(-1)[bit // 8] ^= 1 << bit % 8
-    return first_unlike([torch.zeros(0), x[first:]], mesh, ("shard",))
+    return unlike_index([torch.zeros(0), x[first:]], mesh, ("shard",))
 
 
 @pytest.mark.parametrize(

@@ -386,7 +386,7 @@ def test_where_labels_lie_is_worked_out_once():
     tx = TRANSFORMS["decay"]()
     state = fshard.init_state(fshard.shard_params(stack(2), fshard.make_plan(stack(2))), tx)
     for label, layout in state.opt_state.layouts:
-        runs, again = (in_backward._runs(layout, state.params.for_state.view) for _ in range(2))
+        runs, again = (in_backward._shard_runs(layout, state.params.for_state.view) for _ in range(2))
         assert runs is again
         assert runs or label == "no leaf"
 

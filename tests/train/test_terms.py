@@ -17,7 +17,7 @@ from fshard import Mean, Sum, optim, tree
 from fshard.comm import primitives
 from fshard.core.losses import is_loss
 from fshard.testing import oracle, whole_state
-from fshard.testing.replaying import _gradients
+from fshard.testing.replaying import _loss_gradients
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "full": {},
@@ -399,7 +399,7 @@ def test_a_replay_takes_the_gradients_of_all_terms() -> None:
     tx = optim.sgd(0.1)
     sharded = fshard.shard_params(parameters(), fshard.make_plan(parameters()))
     state = fshard.init_state(sharded, tx, fshard.StaticLossScale(8.0))
-    got = _gradients(loss_of(MOST), state, [batch_of(0, 1)])
+    got = _loss_gradients(loss_of(MOST), state, [batch_of(0, 1)])
     _, want = fshard.value_and_grad(loss_of(MOST))(sharded, batch_of(0, 1))
     tree.map(lambda a, b: torch.testing.assert_close(a, 8 * b), got, want)
 

@@ -28,7 +28,7 @@ import fshard
 from fshard import optim, tree
 from fshard.compiler.lowered import Options, loaded
 from fshard.compiler.program import Program
-from fshard.compiler.signature import flatten
+from fshard.compiler.signature import flat_call
 
 TX = optim.adamw(1e-3)
 CALL = re.compile(r"(?:(\w+) = )?torch\.ops\.fshard\.(\w+)\.default\((.*)\)")
@@ -199,7 +199,7 @@ def test_what_is_loaded_starts_the_same_kernels(begun: Any, jitted: Run) -> None
     state, step = begun(), fshard.jit(fshard.train_step(loss, TX, reduction="fast"), donate=True, bucket=0)
     lowered = step.lower(state, batch(0))
     made = lowered.program()
-    leaves, _ = flatten((state, batch(0)), {})
+    leaves, _ = flat_call((state, batch(0)), {})
     same = Program(json.loads(json.dumps(made.head)), made.parts)
     again = loaded(same, leaves, lowered.signature, [], Options(donate=True))
     logs = ran(again, state, "loaded").logs
