@@ -16,7 +16,7 @@ from dataclasses import fields, is_dataclass
 from functools import cached_property, partial
 from operator import attrgetter
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -92,11 +92,11 @@ _PARTS = "  "  # key of a torch module's submodules, with their settings
 _METHOD_KINDS = (FunctionType, property, staticmethod, classmethod, cached_property)
 
 
-def _is_module(x: object) -> TypeGuard[nn.Module]:
+def _is_module(x: object) -> bool:
     return hasattr(type(x), "named_modules")
 
 
-def _module_settings(module: nn.Module) -> Iterator[object]:
+def _module_settings(module: Any) -> Iterator[object]:
     if not is_of_library(type(module)):
         return iter([module.training])
     return (repr(value) for value in vars(module).values() if isinstance(value, bool | int | float | str))
@@ -267,7 +267,7 @@ def _functions(x: Any, seen: dict[object, object], is_whole: bool = True) -> Ite
 
 def _methods(x: object, is_whole: bool = False) -> Iterator[_Function]:
     """Yield the user's classes of an object or of a module's submodules, and the functions of these classes."""
-    parts = x.modules() if _is_module(x) else [x]
+    parts: Any = x.modules() if _is_module(x) else [x]  # type: ignore[attr-defined]
     if is_whole and _is_module(x):
         yield x
     kinds: dict[type, list[object]] = {}

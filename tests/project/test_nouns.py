@@ -33,7 +33,7 @@ NOUNS: dict[str, list[str]] = {
 # What has such a field, or derives from a noun, and is none: what it is.
 OTHERS: dict[str, dict[str, str]] = {
     "checkpoint/saving.py": {"_Writing": "an event"},
-    "core/storage.py": {"Places": "addresses of memory"},
+    "core/storage.py": {"MemoryRanges": "addresses of memory"},
     "files/safetensors_file.py": {"FileEntry": "bytes of a file"},
     "files/torch_dcp.py": {"ChunkRun": "a `Piece` of another format"},
     "files/zip_item.py": {"ZipItem": "bytes of a file", "_View": "bytes of a file"},
