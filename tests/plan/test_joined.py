@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fshard
 from fshard import optim, tree
+from fshard.core import lazy
 
 NAMES = ["a", "b", "c", "d", "e"]
 
@@ -217,6 +218,23 @@ def started_early(mesh: Any) -> list[str]:
     with pytest.raises(ValueError, match=re.escape("the pattern 'layers.4' matches no unit; the units are")):
         fshard.evaluate(lambda p, x: fshard.collectives.prefetch(p, "layers.4"))(sharded, torch.ones(5))
     return [call.label for call in calls if call.kind == "all_gather"]
+
+
+@pytest.mark.parametrize("bucket", [0, 1 << 20])
+def test_a_container_of_joined_units_stays_lazy(bucket: int) -> None:
+    """A loss that only hands on a list of layers reads none of them, whether the layers are joined or not."""
+
+    def loss(params: Any) -> Tensor:
+        assert isinstance(params["blocks"], lazy.Branch) and isinstance(params["blocks"][1], dict)
+        return params["blocks"][1]["w"].sum()
+
+    def run(mesh: Any) -> None:
+        params = {"blocks": [{"w": torch.ones(3), "b": torch.ones(2)} for _ in range(3)]}
+        plan = fshard.make_plan(params, mesh, units=["blocks.*"], bucket=bucket)
+        assert len(plan.units) == (1 if bucket else 3)
+        fshard.value_and_grad(loss)(fshard.shard_params(params, plan))
+
+    simulated(run, shard=2)
 
 
 def test_a_joined_unit_is_prefetched_by_the_name_of_each() -> None:

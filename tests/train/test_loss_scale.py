@@ -288,6 +288,8 @@ def test_unscaling_twice_is_an_error():
     grads, _ = StaticLossScale(4.0).unscale({"a": [torch.ones(2)]})
     with pytest.raises(ValueError, match=re.escape("leaf 'a.0' was unscaled already")):
         StaticLossScale(4.0).unscale(grads)
+    with pytest.raises(ValueError, match="leaf 'b' was unscaled already"):
+        StaticLossScale(4.0).unscale({"a": torch.ones(2), "b": grads["a"][0]})
     StaticLossScale(4.0).unscale(fshard.tree.map(lambda g: 4 * g, grads))
     for bad, words in (({"n": torch.tensor(1)}, "leaf 'n': expected a gradient, a floating tensor, got torch.int64"),):
         with pytest.raises(TypeError, match=re.escape(words)):
