@@ -57,12 +57,14 @@ KEPT: dict[str, Make] = {
     ),
     "old moment last": _two_moments(0),
     "old moment first": _two_moments(1),
+    "its updates": _own(_zeros, lambda g, m, p: (new := tree.map(lambda m, g: 0.5 * m + g, m, g), new)),
     "rotated": _own(lambda p: (_zeros(p), tree.map(torch.ones_like, p), _zeros(p)), _rotated),
 }
 
 WAYS: dict[str, Callable[[Make, str | None], Transform]] = {
     "alone": lambda make, over: make(over),
     "before sgd": lambda make, over: optim.chain(optim.scale(-1.0), make(over), optim.sgd(0.3, momentum=0.5)),
+    "before a clip": lambda make, over: optim.chain(optim.scale(-1.0), make(over), optim.clip(0.1)),
     "behind sgd": lambda make, over: optim.chain(optim.sgd(0.1), optim.scale(-1.0), make(over)),
     "labelled": lambda make, over: optim.by_label(
         {True: make(over), False: optim.chain(make(over), optim.scale(-1.0), optim.sgd(0.3))},
@@ -130,6 +132,14 @@ def test_what_a_state_keeps_is_not_overwritten(way: str, kept: str, ranks: int) 
 
             for found in [on_rank(None)] if ranks == 1 else fshard.testing.simulate(on_rank, shard=ranks):
                 torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_last_of_a_chain_overwrites_no_updates() -> None:
+    """A step lends its gradients (`own_grads`) to the first transformation alone: the state may keep its updates."""
+    tx, params = optim.chain(KEPT["its updates"]("elements"), optim.clip(0.1)), {"w": torch.zeros(3)}
+    updates, (kept, _) = tx.update({"w": torch.ones(3)}, tx.init(params), params, own_grads=True)
+    assert torch.equal(kept["w"], torch.ones(3))
+    assert not torch.equal(updates["w"], kept["w"])
 
 
 def test_a_chain_updates_no_labels_in_the_backward() -> None:
