@@ -225,7 +225,8 @@ def test_a_container_of_joined_units_stays_lazy(bucket: int) -> None:
     """A loss that only hands on a list of layers reads none of them, whether the layers are joined or not."""
 
     def loss(params: Any) -> Tensor:
-        assert isinstance(params["blocks"], lazy.Branch) and isinstance(params["blocks"][1], dict)
+        assert isinstance(params["blocks"], lazy.Branch)
+        assert isinstance(params["blocks"][1], dict)
         return params["blocks"][1]["w"].sum()
 
     def run(mesh: Any) -> None:
