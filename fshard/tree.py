@@ -1,6 +1,6 @@
 """Trees of tensors, in the order of use."""
 
-from .core.tree import detached, flatten, leaves, map, paths, register, register_fields, unflatten
+from .core.tree import detached, flatten, leaves, map, node, paths, register, register_fields, static, unflatten
 from .layout.norms import dot
 from .train.loss_scale import nonfinite_leaves
 
@@ -10,9 +10,11 @@ __all__ = [
     "flatten",
     "leaves",
     "map",
+    "node",
     "nonfinite_leaves",
     "paths",
     "register",
     "register_fields",
+    "static",
     "unflatten",
 ]

@@ -162,7 +162,7 @@ def _mapped(x: T, collective: _Collective, split: int = 0, join: int | None = No
     leaves, spec = tree.flatten(x)
     if kind == "all_gather":
         leaves = [leaf.reshape(1) if isinstance(leaf, Tensor) and leaf.dim() == 0 else leaf for leaf in leaves]
-    for path, leaf in zip(tree.paths(spec), leaves, strict=True):
+    for path, leaf in zip(tree.leaf_paths(spec), leaves, strict=True):
         _check_leaf(f"{kind}: leaf {path!r}", leaf, collective, dims, size)
     return tree.unflatten(spec, [_along_dims(leaf, collective, dims, size) for leaf in leaves])
 

@@ -34,13 +34,13 @@ class _Move(NamedTuple):
 
 def donated(traced: Trace, leaves: Sequence[object]) -> Trace:
     """Change a graph to write each tensor of its first result over the same leaf of the first argument."""
-    first = _first_argument(traced)
+    first, traced = _first_argument(traced)
     graph, results = traced.module.graph, list(traced.results)
     inputs, output = [node for node in graph.nodes if node.op == "placeholder"], graph.output_node()
     outputs: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
     moves = [*_donated_moves(leaves[: first.num_leaves], results)]
     moves = [move for move in moves if outputs[move.output] is not inputs[move.input]]
-    _check_fit(moves, inputs, outputs, tree.paths(first))
+    _check_fit(moves, inputs, outputs, tree.leaf_paths(first))
     old = repeated(graph, {_storage(inputs[move.input]) for move in moves})
     others = _fill_inputs(graph, moves, inputs, outputs)
     with graph.inserting_before(output):
@@ -103,7 +103,8 @@ def _write(graph: fx.Graph, moves: Sequence[_Move], inputs: Sequence[fx.Node], o
             graph.call_function(torch.ops.aten.copy_.default, (inputs[move.input], outputs[move.output]))
 
 
-def _first_argument(traced: Trace) -> tree.Spec:
+def _first_argument(traced: Trace) -> tuple[tree.Spec, Trace]:
+    """Return the structure of the first argument, and the trace, its first result's dicts in the argument's order."""
     arguments = traced.spec.child(0)
     if not arguments.num_children:
         raise ValueError(
@@ -111,12 +112,23 @@ def _first_argument(traced: Trace) -> tree.Spec:
             "arguments alone. Pass it without its name."
         )
     first = arguments.child(0)
-    if first not in [traced.out_spec, *traced.out_spec.children()[:1]]:
+    if first not in _first_results(traced):
+        out = tree.unflatten(traced.out_spec, range(len(traced.results)))
+        same = tree.in_order_of(first, out)
+        if same is out and type(out) in (tuple, list) and out:
+            same = type(out)([tree.in_order_of(first, out[0]), *out[1:]])
+        numbers, form = tree.flatten(same)
+        traced = replace(traced, results=tuple(traced.results[number] for number in numbers), out_spec=form)
+    if first not in _first_results(traced):
         raise ValueError(
             "jit(donate=True): the function must give back, first of all, a tree of the structure of its first "
             f"argument, {first}: it gives {traced.out_spec}. Use donate=False."
         )
-    return first
+    return first, traced
+
+
+def _first_results(traced: Trace) -> list[tree.Spec]:
+    return [traced.out_spec, *traced.out_spec.children()[:1]]
 
 
 def _donated_moves(leaves: Sequence[object], results: Sequence[object]) -> Iterator[_Move]:

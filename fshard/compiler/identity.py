@@ -100,7 +100,7 @@ def _add(texts: Texts, name: str, text: str) -> None:
 
 
 def _of_arguments(called: Signature, writer: _Writer) -> Iterator[tuple[str, str]]:
-    for path, key in zip(tree.paths(called.spec), called.kinds, strict=True):
+    for path, key in zip(tree.leaf_paths(called.spec), called.kinds, strict=True):
         is_simple = isinstance(key, TensorKey) or key[0] in _SIMPLE
         yield f"argument {path!r}", words_of_key(key) if is_simple else writer.named(f"argument {path!r}", key)
     yield "the structure of the arguments", writer.named("the arguments", called.spec)

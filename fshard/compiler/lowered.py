@@ -113,7 +113,7 @@ class Lowered:
         return [_purpose(path) for path in self._paths()]
 
     def _paths(self) -> list[str]:
-        paths, keys = tree.paths(self.traced.spec), self.interface.signature.kinds
+        paths, keys = tree.leaf_paths(self.traced.spec), self.interface.signature.kinds
         named = [path for path, key in zip(paths, keys, strict=True) if isinstance(key, TensorKey)]
         return named + [variable.name for variable in self.interface.captured for _ in variable.tensors()]
 
@@ -218,7 +218,7 @@ class Compiled:
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """Call the compiled function. Raises ValueError for arguments of another signature."""
-        leaves, spec = flat_call(args, kwargs)
+        leaves, spec = flat_call(*tree.in_order_of(self.interface.signature.spec, (args, kwargs)))
         if self.interface.has_gradient or any(map(func_levels.is_dual, leaves)):
             raise TypeError(
                 "compiled: the result requires a gradient, which a graph does not pass on: compile the function that "

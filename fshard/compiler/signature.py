@@ -397,7 +397,7 @@ def _content(value: Any, seen: _Seen, inside: Inside = parts) -> object:
 
 
 def _incomparable(leaves: Sequence[object], spec: tree.Spec, why: Exception) -> TypeError:
-    for path, leaf in zip(tree.paths(spec), leaves, strict=True):
+    for path, leaf in zip(tree.leaf_paths(spec), leaves, strict=True):
         if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
             return TypeError(
                 f"jit: argument {path!r} is a tensor of layout {leaf.layout}: make it dense with .to_dense()"
@@ -423,7 +423,7 @@ def _incomparable(leaves: Sequence[object], spec: tree.Spec, why: Exception) -> 
 def unlike_call(old: Signature, new: Signature) -> str:
     if old.structure != new.structure:
         return "the structure of the arguments, or what their nodes carry (a plan, say), differs"
-    for path, before, now in zip(tree.paths(new.spec), old.kinds, new.kinds, strict=True):
+    for path, before, now in zip(tree.leaf_paths(new.spec), old.kinds, new.kinds, strict=True):
         if before != now:
             return f"argument {path!r} was {words_of_key(before)}, is {words_of_key(now)}"
     if old.trained != new.trained:

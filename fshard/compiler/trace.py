@@ -251,7 +251,7 @@ def _fakes(mode: FakeTensorMode, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def input_paths(leaves: Sequence[object], spec: tree.Spec) -> list[str]:
-    return [path for path, leaf in zip(tree.paths(spec), leaves, strict=True) if isinstance(leaf, Tensor)]
+    return [path for path, leaf in zip(tree.leaf_paths(spec), leaves, strict=True) if isinstance(leaf, Tensor)]
 
 
 def _identity(x: Tensor) -> _Identity:
@@ -277,7 +277,7 @@ _CONSTANTS = (Tensor, Number, str, bytes, type(None), torch.dtype, torch.device,
 
 def _check_constants(out: Sequence[object], spec: tree.Spec, leaves: Sequence[object]) -> None:
     argument_ids = {id(leaf) for leaf in leaves}  # may have any type: the cache key has them
-    for path, leaf in zip(tree.paths(spec), out, strict=True):
+    for path, leaf in zip(tree.leaf_paths(spec), out, strict=True):
         if not isinstance(leaf, _CONSTANTS) and id(leaf) not in argument_ids:
             at = f" at {path!r}" if path else ""
             raise TraceError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import tempfile
@@ -92,6 +93,18 @@ def check_word(name: str, value: object, words: Sequence[str]) -> None:
 def check_function(name: str, value: object, what: str, remedy: str = "") -> None:
     if hasattr(value, "named_parameters") or isinstance(value, type) or not callable(value):
         raise TypeError(wrong(name, value, f"{what}, a function", remedy))
+
+
+def check_predicate(name: str, fn: object, expected: str) -> None:
+    """TypeError unless `fn` takes two arguments, the first a path."""
+    try:
+        signature = inspect.signature(fn)  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # a function in C may have none
+        return
+    try:
+        signature.bind("", None)
+    except TypeError:
+        raise TypeError(f"{name}: expected a function {expected}, got one of the arguments {signature}") from None
 
 
 def check_has(name: str, value: object, methods: Sequence[str], what: str) -> None:

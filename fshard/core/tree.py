@@ -11,14 +11,12 @@ import builtins
 import operator
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, field, is_dataclass
 from dataclasses import fields as dataclass_fields
-from dataclasses import is_dataclass
-from fnmatch import fnmatchcase
 from inspect import get_annotations
-from itertools import accumulate
 from types import MemberDescriptorType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, dataclass_transform
 
 import optree
 
@@ -111,6 +109,23 @@ def with_tensors(leaves: Sequence[object], tensors: Iterable[Tensor]) -> list[ob
     return [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
+def in_order_of(spec: Spec, tree: Tree) -> Tree:
+    """Return `tree` with the keys of its dicts in the order of `spec`, for dicts with the same keys.
+
+    >>> in_order_of(flatten({"a": 1, "b": 2})[1], {"b": 3, "a": 4})
+    {'a': 4, 'b': 3}
+    """
+    if flatten(tree)[1] == spec:
+        return tree
+    children, form = one_level(tree)
+    inner = dict(zip(spec.entries(), spec.children(), strict=True))
+    if type(tree) is dict and inner.keys() == tree.keys():
+        return {key: in_order_of(child, tree[key]) for key, child in inner.items()}
+    if form.is_leaf() or form.num_children != len(inner):
+        return tree
+    return unflatten(form, [in_order_of(*pair) for pair in zip(inner.values(), children, strict=True)])
+
+
 def flatten_up_to(spec: Spec, tree: Tree) -> list[Tree]:
     """Return the subtrees at the leaves of a structure. ValueError if `tree` does not fit."""
     try:
@@ -170,7 +185,7 @@ def joined(*parts: str) -> str:
 def paths_to(tree: Tree, stop: Stop) -> list[tuple[str, Tree]]:
     """Return (path, leaf) pairs; every `stop` node is a leaf."""
     leaves, spec = _flatten_until(tree, _is(stop))
-    return list(zip(paths(spec), leaves, strict=True))
+    return list(zip(leaf_paths(spec), leaves, strict=True))
 
 
 def put_tops(tree: Tree, stop: Stop, tops: Sequence[Tree]) -> Tree:
@@ -302,13 +317,16 @@ def register_fields(
     ...     w: torch.Tensor
     ...     width: int
     >>> tree.register_fields(Layer, ["w"], ["width"])
-    >>> tree.paths(tree.flatten([Layer(torch.ones(2), 2)])[1])
+    >>> tree.paths([Layer(torch.ones(2), 2)])
     ['0.w']
     """
     children, metadata = tuple(children), tuple(metadata)
     _check_fields(cls, children, metadata)
+    checked = [x.name for x in dataclass_fields(cls) if _STATIC in x.metadata] if is_dataclass(cls) else []
 
     def flatten(x: Tree) -> tuple[tuple[Tree, ...], tuple[Metadata, ...]]:
+        for name in checked:
+            _check_static(cls, name, getattr(x, name))
         return tuple(getattr(x, name) for name in children), tuple(getattr(x, name) for name in metadata)
 
     def unflatten(static: Sequence[Metadata], dynamic: Sequence[Tree]) -> Tree:
@@ -345,6 +363,49 @@ def _field_names(cls: type) -> list[str]:
     slots = [name for base in bases for name, x in vars(base).items() if isinstance(x, MemberDescriptorType)]
     hints = [hint for base in bases for hint in get_annotations(base).items()]
     return [*dict.fromkeys(slots + [name for name, hint in hints if "ClassVar" not in str(hint)])]
+
+
+_STATIC = "fshard.tree.static"  # marks a field by its metadata
+
+
+def static(default: Any = MISSING) -> Any:
+    """Return a dataclass field that is no child of its `node`, but part of the structure: a width, an activation."""
+    return field(default=default, metadata={_STATIC: True})
+
+
+@dataclass_transform(eq_default=False, field_specifiers=(static, field))
+def node(cls: type[T]) -> type[T]:
+    """Make a dataclass a node: each field is a child, or `static`.
+
+    A class that is no dataclass becomes one, with `dataclass(eq=False)`. Each subclass needs the decorator, too. Static
+    values are compared (`==`) where structures are: TypeError for a tensor or an array among them.
+
+    >>> @tree.node
+    ... class Linear:
+    ...     w: torch.Tensor
+    ...     act: object = tree.static(torch.tanh)
+    ...     def __call__(self, x):
+    ...         return self.act(x @ self.w)
+    >>> params = shard_of({"out": Linear(torch.zeros(2, 1))})
+    >>> value_and_grad(lambda p, x: p["out"](x).sum())(params, torch.ones(3, 2))[0]
+    tensor(0.)
+
+    Source: Equinox (Kidger and Garcia, 2021), `eqx.Module` and `eqx.field(static=True)`.
+    """
+    if "__dataclass_fields__" not in vars(cls):
+        cls = dataclass(eq=False)(cls)
+    known = {x.name: _STATIC in x.metadata for x in dataclass_fields(cls)}  # type: ignore[arg-type]
+    register_fields(cls, [name for name in known if not known[name]], [name for name in known if known[name]])
+    return cls
+
+
+def _check_static(cls: type, name: str, value: Metadata) -> None:
+    for x in leaves(value):
+        if isinstance(x, Tensor) or (hasattr(x, "__array__") and x.shape):
+            raise TypeError(
+                f"{cls.__name__}.{name}: a static field holds a {type(x).__name__}, which == cannot compare: make the "
+                "field a child (without tree.static), or keep numbers in a tuple"
+            )
 
 
 def give_away(tree: Tree) -> None:
@@ -392,12 +453,18 @@ def children(spec: Spec) -> Iterator[tuple[Spec, int]]:
         first += child.num_leaves
 
 
-def paths(spec: Spec) -> list[str]:
-    """Return the dotted path of every leaf of the structure `spec`, in the order of use.
+def paths(tree: Tree) -> list[str]:
+    """Return the dotted path of every leaf, in the order of use. TypeError for a structure (of `flatten`).
 
-    >>> tree.paths(tree.flatten({"b": 1, "a": [2, 3]})[1])
+    >>> tree.paths({"b": 1, "a": [2, 3]})
     ['b', 'a.0', 'a.1']
     """
+    if isinstance(tree, Spec):
+        raise TypeError("tree.paths: expected a tree, got the structure of one: write tree.paths(x), without flatten")
+    return leaf_paths(flatten(tree)[1])
+
+
+def leaf_paths(spec: Spec) -> list[str]:
     return [".".join(name for name in path if name) for path, node, _ in walk(spec) if node.is_leaf()]
 
 
@@ -423,35 +490,4 @@ def difference(expected: Tree, got: Tree) -> str:
     if type(expected) is not type(got):
         return f"expected a {type(expected).__name__}, got a {type(got).__name__}"
     same = "the leaves have the same paths, in other containers or laid out by another plan"
-    return lacking(*(paths(flatten(tree)[1]) for tree in (expected, got))) or same
-
-
-def names_in(paths: Iterable[str]) -> set[str]:
-    """Return the paths, and the paths of all subtrees around them.
-
-    >>> sorted(names_in(["a.b.c", "d"]))
-    ['a', 'a.b', 'a.b.c', 'd']
-    """
-    return {name for path in paths for name in accumulate(path.split("."), "{}.{}".format)}
-
-
-def matches(path: Sequence[str], pattern: str, names: Container[str]) -> bool:
-    """True if a path matches a dotted pattern: `*` is (part of) one component, `**` any number of them.
-
-    A name in the tree (`names`, by `names_in`) means itself, even with `*` or `[`.
-
-    >>> [matches(path, "x[0].*", {"x0", "x[0]"}) for path in (["x0", "w"], ["x[0]", "w"])]
-    [False, True]
-    """
-    return pattern == ".".join(path) if pattern in names else _matches(path, 0, pattern.split("."), names)
-
-
-def _matches(path: Sequence[str], at: int, pattern: Sequence[str], names: Container[str]) -> bool:
-    if not pattern:
-        return at == len(path)
-    first, *rest = pattern
-    is_name = ".".join((*path[:at], first)) in names
-    if first == "**" and not is_name:
-        return any(_matches(path, i, rest, names) for i in range(at, len(path) + 1))
-    fits = at < len(path) and (path[at] == first if is_name else fnmatchcase(path[at], first))
-    return fits and _matches(path, at + 1, rest, names)
+    return lacking(*builtins.map(paths, (expected, got))) or same

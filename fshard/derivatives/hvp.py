@@ -73,10 +73,10 @@ class _Duals(Tape):
 
 
 def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
-    """Return `fn(params, v, *args) -> product`: the Hessian of the loss over all ranks, times `v`.
+    """Return `fn(params, v, *args, **kwargs) -> product`: the Hessian of the loss over all ranks, times `v`.
 
-    `loss_fn(params, *args)` is a loss as in `value_and_grad`. `params` and `v` are `Sharded` of one plan, `v` cut like
-    the parameters or like gradients; the product is cut like gradients, so it can be the next `v`.
+    `loss_fn(params, *args, **kwargs)` is a loss as in `value_and_grad`. `params` and `v` are `Sharded` of one plan, `v`
+    cut like the parameters or like gradients; the product is cut like gradients, so it can be the next `v`.
 
     Touching a unit gathers the unit and its tangent, and the backward gathers both again. Operators of the loss need
     forward derivatives (for attention: sdpa_kernel(SDPBackend.MATH)). LayerNorm is computed from other operators.
@@ -92,12 +92,12 @@ def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
     """
     check_loss(loss_fn)
 
-    def along(tape: _Duals, *args: Tree) -> Tree:
+    def along(tape: _Duals, *args: Tree, **kwargs: Tree) -> Tree:
         returned: list[tuple[Tree, type]] = []
 
         def totals(_: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
             with Elementary():
-                returned.append(read_loss(loss_fn(tape.duals(), *args)))
+                returned.append(read_loss(loss_fn(tape.duals(), *args, **kwargs)))
             terms = terms_of(returned[-1][0])
             # counts as aux: torch.func unwraps aux
             return tuple(x.total for x in terms), [x.count for x in terms if _has_tensor(x)]
@@ -115,13 +115,13 @@ def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
         terms = [replace(x, total=change) for x, change in zip(terms_of(loss), changes, strict=True)]
         return added([replace(x, count=_constant_count(next(remaining))) if _has_tensor(x) else x for x in terms])
 
-    def fn(params: Sharded, v: Sharded, *args: Tree) -> Sharded:
+    def fn(params: Sharded, v: Sharded, *args: Tree, **kwargs: Tree) -> Sharded:
         params, v = check_sharded(params), check_sharded(v)
         _check_tangent(params, v)
         product = later_grads(params, params.plan.grads_over)
         into = Gradients(product) if params.plan.axes else Gradients(None, product)
-        tape = _Duals(params, v.trainable, into, tree.nodes(args, Sharded))
-        run_loss(along, params, args, into, tape=tape)
+        tape = _Duals(params, v.trainable, into, tree.nodes((args, kwargs), Sharded))
+        run_loss(along, params, (args, kwargs), into, tape=tape)
         return product()
 
     return fn

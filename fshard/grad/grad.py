@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache, partial
@@ -30,6 +30,8 @@ from . import autograd
 from .tape import Tape
 from .travel import Gradients, settle
 from .under_way import Gathered
+
+Given = tuple[Sequence[Tree], Mapping[str, Tree]]  # a loss's arguments after the parameters: args, kwargs
 
 
 class Observer(Protocol):
@@ -125,12 +127,12 @@ def _outcome(returned: _Returned, sums: Pending, plan: Plan, mesh: AnyMesh) -> O
 
 
 def _called(
-    tape: Tape, params: Sharded, loss_fn: Callable[..., Tree], args: Tree, has_aux: bool, with_extra: bool
+    tape: Tape, params: Sharded, loss_fn: Callable[..., Tree], given: Given, has_aux: bool, with_extra: bool
 ) -> _Returned:
 
     def call(view: Tree) -> _Returned:
-        arguments, sharded_of = _viewed(tape, args)
-        loss, extra, aux = _returned(loss_fn(view, *arguments), has_aux, with_extra)
+        (args, kwargs), sharded_of = _viewed(tape, given)
+        loss, extra, aux = _returned(loss_fn(view, *args, **kwargs), has_aux, with_extra)
         if not (has_aux or with_extra):
             losses.warn_of_lost()
             return _Returned(*losses.read_loss(loss), None, None, remarks())
@@ -142,12 +144,12 @@ def _called(
     return tape.forward(call)
 
 
-def _viewed(tape: Tape, args: Tree) -> tuple[Tree, dict[int, Sharded]]:
+def _viewed(tape: Tape, given: Given) -> tuple[Given, dict[int, Sharded]]:
     """Return the arguments with views in place of each `Sharded`, and each `Sharded` by its view's `id`."""
     others = [(sharded, other.view()) for sharded, other in tape.beside]
-    views = (view for _, view in others)  # in the order of `args`
-    arguments = [next(views) if isinstance(x, Sharded) else x for x in tree.tops(args, Sharded)]
-    return tree.put_tops(args, Sharded, arguments), {id(view): sharded for sharded, view in others}
+    views = (view for _, view in others)  # in the order of `given`
+    arguments = [next(views) if isinstance(x, Sharded) else x for x in tree.tops(given, Sharded)]
+    return tree.put_tops(given, Sharded, arguments), {id(view): sharded for sharded, view in others}
 
 
 def _leaving(tape: Tape, params: Sharded, x: Tree) -> Tree:
@@ -194,7 +196,7 @@ def apart(x: Tree, held: Sequence[Tree], places: Iterable[range] = ()) -> Tree:
 def run_loss(
     loss_fn: Callable[..., Tree],
     params: Sharded,
-    args: Sequence[Tree],
+    given: Given,
     into: Gradients,
     *,
     has_aux: bool = False,
@@ -214,11 +216,11 @@ def run_loss(
     micro-batch. `place`: a whole number for ranks to compare.
     """
     _check_eager()
-    tape = tape or (OBSERVER.get() or Tape)(params, into, tree.nodes(args, Sharded), gathered)
+    tape = tape or (OBSERVER.get() or Tape)(params, into, tree.nodes(given, Sharded), gathered)
     # the new root is for losses inside this loss (Note [One root] in `autograd`)
     with autograd.another_root(), closing(tape), losses.loss_of(tape.plan.policy, tape.plan.mesh, tape.tapes):
         with torch.enable_grad():
-            returned = _called(tape, params, loss_fn, args, has_aux, with_extra)
+            returned = _called(tape, params, loss_fn, given, has_aux, with_extra)
         mesh = None if alone else params.plan.live_mesh()
         # before `tape.end` starts a gather: this small collective would queue behind it
         sums = _start_sums(tape, returned, mesh, built, place)
@@ -295,7 +297,7 @@ def _check_eager() -> None:
 
 
 def check_loss(loss_fn: object) -> None:
-    check_function("loss_fn", loss_fn, "loss_fn(params, *args)", f"{_OF_MODULE}, and a loss of that.")
+    check_function("loss_fn", loss_fn, "loss_fn(params, *args, **kwargs)", f"{_OF_MODULE}, and a loss of that.")
 
 
 def empty_grads(params: Sharded, over: Axes, local: bool = False) -> Sharded:
@@ -335,14 +337,14 @@ def value_and_grad(
     reduce: bool = True,
     reduction: str | Reduction | None = None,
 ) -> Callable[..., tuple[Tree, Tree]]:
-    """`fn(sharded, *args) -> (value, grads)`, or `((value, aux), grads)`: the loss over all ranks, and its gradient.
+    """`fn(sharded, *args, **kwargs) -> (value, grads)`: the loss over all ranks, and its gradient.
 
-    `loss_fn(params, *args)` is written for one device. Touching a unit of `params` gathers the unit; so does touching a
-    unit of a `Sharded` among `args` (say a teacher's), without a gradient. The loss is `Mean(total, count)`,
-    `Sum(total)`, a sum of these, or a plain 0-d tensor, averaged over ranks. Gradients are cut over `grads_over`; with
-    `reduce=False` they are this rank's own, as `Unreduced`. Unused leaves get zeros. With `has_aux` the loss returns
-    `(loss, aux)`; `reduction` as for `train_step`. Inside torch.func's transforms call `gather_params` in the
-    differentiated function instead.
+    `loss_fn(params, *args, **kwargs)` is written for one device. Touching a unit of `params` gathers the unit; so does
+    touching a unit of a `Sharded` among the other arguments (say a teacher's), without a gradient. The loss is
+    `Mean(total, count)`, `Sum(total)`, a sum of these, or a plain 0-d tensor, averaged over ranks. Gradients are cut
+    over `grads_over`; with `reduce=False` they are this rank's own, as `Unreduced`. Unused leaves get zeros. With
+    `has_aux` the loss returns `(loss, aux)`, and `fn` returns `((value, aux), grads)`; `reduction` as for `train_step`.
+    Inside torch.func's transforms call `gather_params` in the differentiated function instead.
 
     >>> value, grads = value_and_grad(lambda w: (w * w).sum())(shard_of(torch.tensor([1.0, 2.0])))
     >>> value, gather_params(grads)
@@ -352,12 +354,12 @@ def value_and_grad(
     check_flags(has_aux=has_aux, reduce=reduce)
     by = reduction_of(reduction)
 
-    def fn(params: Sharded, *args: Tree) -> tuple[Tree, Tree]:
+    def fn(params: Sharded, *args: Tree, **kwargs: Tree) -> tuple[Tree, Tree]:
         plan = check_sharded(params).plan
         grads = later_grads(params, plan.grads_over if reduce else (), local=not reduce)
         alone = is_idle(by, plan.axes) or not reduce
         into = Gradients(None, grads) if alone else Gradients(grads, by=by)
-        outcome = run_loss(loss_fn, params, args, into, has_aux=has_aux)
+        outcome = run_loss(loss_fn, params, (args, kwargs), into, has_aux=has_aux)
         gradients = grads() if reduce else Unreduced(grads())
         return ((outcome.value, outcome.metrics) if has_aux else outcome.value), gradients
 
@@ -365,7 +367,7 @@ def value_and_grad(
 
 
 def evaluate(loss_fn: Callable[..., Tree], has_aux: bool = False) -> Callable[..., Tree]:
-    """`fn(sharded, *args) -> value`, or `(value, aux)`: the loss over all ranks, without a gradient.
+    """`fn(sharded, *args, **kwargs) -> value`, or `(value, aux)`: the loss over all ranks, without a gradient.
 
     `loss_fn` and `has_aux` as for `value_and_grad`. Dropout and other random operators use torch's generator.
 
@@ -375,10 +377,10 @@ def evaluate(loss_fn: Callable[..., Tree], has_aux: bool = False) -> Callable[..
     check_loss(loss_fn)
     check_flags(has_aux=has_aux)
 
-    def fn(params: Sharded, *args: Tree) -> Tree:
+    def fn(params: Sharded, *args: Tree, **kwargs: Tree) -> Tree:
         plan = check_sharded(params).plan
-        with _forward(params, args) as tape:
-            returned = _called(tape, params, loss_fn, args, has_aux, with_extra=False)
+        with _forward(params, (args, kwargs)) as tape:
+            returned = _called(tape, params, loss_fn, (args, kwargs), has_aux, with_extra=False)
         outcome = _outcome(returned, _start_sums(tape, returned, plan.live_mesh()), plan, plan.live_mesh())
         return (outcome.value, outcome.metrics) if has_aux else outcome.value
 
@@ -386,23 +388,29 @@ def evaluate(loss_fn: Callable[..., Tree], has_aux: bool = False) -> Callable[..
 
 
 def predict(fn: Callable[..., Tree]) -> Callable[..., Tree]:
-    """`predicted(sharded, *args)`: this rank's result of any function of the parameters, without a gradient.
+    """`predicted(sharded, *args, **kwargs)`: this rank's result of any function of the parameters, without a gradient.
 
-    `fn(params, *args)` is written for one device, as a loss: touching a unit of `params`, or of a `Sharded` among
-    `args`, gathers it. `fn` returns any tree; floating tensors are cast to the policy's `output`. Nothing is summed or
-    averaged: ranks may give different numbers of rows. A dataclass that is no tree node comes back as is, and may share
+    `fn(params, *args, **kwargs)` is written for one device, as a loss: touching a unit of `params`, or of a `Sharded`
+    among the other arguments, gathers the unit. `fn` returns any tree; floating tensors are cast to the policy's
+    `output`. Nothing is summed or averaged: ranks may give different numbers of rows.
+    A dataclass that is no tree node comes back as is, and may share
     memory with parameters. If parameters are cut, all ranks must make the call, and read the same units (else
     RuntimeError). For a module: `predict(lambda p, x: apply.eval(p, buffers, x)[0])`.
 
     >>> predict(lambda w, x: x @ w)(shard_of(torch.tensor([1.0, 2.0])), torch.tensor([[3.0, 4.0]]))
     tensor([11.])
     """
-    check_function("fn", fn, "fn(params, *args)", _OF_MODULE)
+    check_function("fn", fn, "fn(params, *args, **kwargs)", _OF_MODULE)
 
-    def predicted(params: Sharded, *args: Tree) -> Tree:
+    def predicted(params: Sharded, *args: Tree, **kwargs: Tree) -> Tree:
         plan = check_sharded(params).plan
-        with _forward(params, args) as tape:
-            result = tape.forward(lambda view: _output(tape, params, fn(view, *_viewed(tape, args)[0])))
+
+        def call(view: Tree) -> Tree:
+            (others, keywords), _ = _viewed(tape, (args, kwargs))
+            return _output(tape, params, fn(view, *others, **keywords))
+
+        with _forward(params, (args, kwargs)) as tape:
+            result = tape.forward(call)
         _compare_alone(tape, plan.live_mesh(), plan.device, "predict")
         return result
 
@@ -410,8 +418,8 @@ def predict(fn: Callable[..., Tree]) -> Callable[..., Tree]:
 
 
 @contextmanager
-def _forward(params: Sharded, args: Tree) -> Iterator[Tape]:
-    tape = Tape(params, beside=tree.nodes(args, Sharded))
+def _forward(params: Sharded, given: Given) -> Iterator[Tape]:
+    tape = Tape(params, beside=tree.nodes(given, Sharded))
     with closing(tape), losses.loss_of(tape.plan.policy, tape.plan.mesh, tape.tapes):
         with torch.no_grad():
             yield tape

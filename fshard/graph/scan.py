@@ -1,4 +1,4 @@
-"""A loop over equal units, whose body a graph traces once."""
+"""A loop over equal units or over rows, whose body a graph traces once."""
 
 from __future__ import annotations
 
@@ -17,48 +17,64 @@ Carry = TypeVar("Carry")
 _FEW = 3  # with more units, a trace copies the body
 
 
-def scan(body: Callable[..., Tree], carry: Carry, units: Sequence[Tree], xs: Tree = None) -> tuple[Carry, Tree]:
+def scan(
+    body: Callable[..., Tree], carry: Carry, units: Sequence[Tree] | None = None, xs: Tree = None
+) -> tuple[Carry, Tree]:
     """Call `body` for each unit with the carry of the last call: a loop that `jit` traces once for equal layers.
 
-    Rule: for each unit, `carry, y = body(unit, carry)`, or `body(unit, carry, x)` with `x` a row of `xs`. Returns the
-    last carry, and `ys`, all `y` stacked.
+    Rule: for each unit, `carry, y = body(unit, carry)`, or `body(unit, carry, x)` with `x` a row of `xs`. Without
+    `units` (a loop over time, or over steps): for each row of `xs`, `carry, y = body(carry, x)`. Returns the last
+    carry, and `ys`, all `y` stacked.
 
     - `body`: returns the new carry, or (carry, y). It must be pure: it returns all values that other code reads, takes
       numbers that differ between units from `xs`, and does not compare tensors by identity.
     - `carry`: a tree; the body keeps its structure.
     - `units`: a list of trees, such as `params["blocks"]` in a loss, where the plan gathers each unit.
-    - `xs`: a tree of tensors (len(units), ...). `ys` is such a tree, or None without units or `y`.
+    - `xs`: a tree of tensors (len(units), ...), or, without `units`, of equally many rows. `ys` is such a tree, or None
+      without calls or `y`.
 
     Eagerly, `scan` is the loop. `jit` calls the body for two units, traces it, and copies the trace for all units of
     the same structure, shapes, dtypes and numbers. Values, derivatives and random numbers have the loop's bits.
 
     Raises TypeError if a new carry has another structure, or a `y` is no tensor; ValueError unless `xs` has a row for
-    each unit; under `jit`, TraceError for a `torch.autograd.grad(create_graph=True)` around `scan`.
+    each call; under `jit`, TraceError for a `torch.autograd.grad(create_graph=True)` around `scan`.
 
     >>> layers = [{"w": torch.full((1,), 2.0)}, {"w": torch.full((1,), 3.0)}]
     >>> scan(lambda layer, x: (layer["w"] * x, x), torch.ones(1), layers)
     (tensor([6.]), tensor([[1.],
             [2.]]))
+    >>> scan(lambda total, x: (total + x, total), torch.tensor(0), xs=torch.tensor([1, 2, 3]))
+    (tensor(6), tensor([0, 1, 3]))
 
     Source: jax.lax.scan.
     """
-    check_function("scan: body", body, "body(unit, carry)", "A module's is module.forward.")
-    if not isinstance(units, list | tuple):
+    expected = "body(carry, x)" if units is None else "body(unit, carry)"
+    check_function("scan: body", body, expected, "A module's is module.forward.")
+    if not isinstance(units, list | tuple | None):
         raise TypeError(wrong("scan: units", units, "a list of trees", "A stacked leaf is cut by x.unbind()."))
-    call = Repeated(body) if can_record() and len(units) > _FEW else body
+    rows = _rows(xs, _num_rows(xs) if units is None else len(units))
+    call = Repeated(body) if can_record() and len(rows) > _FEW else body
     ys: list[Tree] = []
-    for unit, row in zip(units, _rows_of_units(xs, len(units)), strict=True):
-        carry, y = _carry_and_rows(call(unit, carry, *row), carry)
+    for number, row in enumerate(rows):
+        out = call(carry, *row) if units is None else call(units[number], carry, *row)
+        carry, y = _carry_and_rows(out, carry)
         ys.append(y)
     return carry, _stacked(ys)
 
 
-def _rows_of_units(xs: Tree, count: int) -> Sequence[tuple[Tree, ...]]:
+def _num_rows(xs: Tree) -> int:
+    sizes = [len(x) for x in tree.leaves(xs) if isinstance(x, Tensor) and x.dim()]
+    if not sizes:
+        raise TypeError(wrong("scan: xs", xs, "a tree of tensors with rows, as units is None"))
+    return sizes[0]
+
+
+def _rows(xs: Tree, count: int) -> Sequence[tuple[Tree, ...]]:
     leaves, spec = tree.flatten(xs)
-    for path, x in zip(tree.paths(spec), leaves, strict=True):
-        expect(f"scan: xs{_at(path)}", x, isinstance(x, Tensor), "a tensor with a row for each unit")
+    for path, x in zip(tree.leaf_paths(spec), leaves, strict=True):
+        expect(f"scan: xs{_at(path)}", x, isinstance(x, Tensor), "a tensor with a row for each call")
         if not x.dim() or len(x) != count:
-            raise ValueError(f"scan: xs{_at(path)}: shape {list(x.shape)}: expected {count} rows, one for each unit")
+            raise ValueError(f"scan: xs{_at(path)}: shape {list(x.shape)}: expected {count} rows, one for each call")
     columns = [x.unbind() for x in leaves]  # the derivative of `unbind` is one operator, not a sum for each row
     return [() if xs is None else (tree.unflatten(spec, [x[n] for x in columns]),) for n in range(count)]
 
@@ -68,12 +84,11 @@ def _at(path: str) -> str:
 
 
 def _carry_and_rows(out: Tree, carry: Carry) -> tuple[Carry, Tree]:
-    form = tree.flatten(carry)[1]
-    if tree.flatten(out)[1] == form:
-        return out, None
-    if isinstance(out, tuple) and len(out) == 2 and tree.flatten(out[0])[1] == form:
-        return out
-    got = out[0] if isinstance(out, tuple) and len(out) == 2 else out
+    form, is_pair = tree.flatten(carry)[1], isinstance(out, tuple) and len(out) == 2
+    for got, y in [(out, None), out] if is_pair else [(out, None)]:
+        new = tree.in_order_of(form, got)
+        if tree.flatten(new)[1] == form:
+            return new, y
     what = "scan: body: expected carry or (carry, y), with the structure of the carry that it was given"
     raise TypeError(f"{what}: {tree.difference(carry, got)}")
 
@@ -84,7 +99,7 @@ def _stacked(ys: Sequence[Tree]) -> Tree:
     leaves, spec = tree.flatten(ys[0])
     rest = [[leaf for _, leaf in tree.pairs("scan: y of a later unit", ys[0], y)[0]] for y in ys[1:]]
     columns = [*zip(leaves, *rest, strict=True)]
-    for path, column in zip(tree.paths(spec), columns, strict=True):
+    for path, column in zip(tree.leaf_paths(spec), columns, strict=True):
         expect(f"scan: y{_at(path)}", column[0], all(isinstance(x, Tensor) for x in column), "a tensor for each unit")
         if len(shapes := dict.fromkeys(x.shape for x in column)) > 1:
             raise ValueError(f"scan: y{_at(path)}: shapes {[*map(list, shapes)]}: expected one shape for all units")

@@ -149,7 +149,7 @@ def layout_of(x: Tree) -> Layout:
     if isinstance(x, Parts):
         return x.layout
     tensors, spec = tree.flatten(x)
-    named = zip(tree.paths(spec), tensors, strict=True)
+    named = zip(tree.leaf_paths(spec), tensors, strict=True)
     leaves = tuple(Leaf(path, tuple(leaf.shape), leaf.dtype) for path, leaf in named)
     rows = tuple(Row((number,), (0,), (leaf.shape,), leaf.numel) for number, leaf in enumerate(leaves))
     return Layout((spec, leaves), spec, tuple(range(len(leaves))), leaves, rows, False, None, ())

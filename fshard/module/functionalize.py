@@ -78,7 +78,7 @@ class ModuleFunction:
 
     def _replaced(self, module: nn.Module) -> dict[int, Tensor]:
         """Return, by number, the tensors that the forward assigned to buffers."""
-        now, paths = dict(module.named_buffers(remove_duplicate=False)), tree.paths(self._buffers)
+        now, paths = dict(module.named_buffers(remove_duplicate=False)), tree.leaf_paths(self._buffers)
         new = {i: now[path] for i, path in enumerate(paths) if path in now and not isinstance(now[path], Stand)}
         for i, first in enumerate(self._calls.ties):
             if new.get(i) is not new.get(first):
@@ -92,7 +92,7 @@ class ModuleFunction:
         """ValueError if the forward set parameters, or wrote to leaves not gathered; a tape checks the others."""
         done, after = [("set", path) for path in call.replaced()], call.params.versions()
         if after != before:  # making paths takes longer than a small module's forward
-            named = zip(tree.paths(self._params), before, after, strict=True)
+            named = zip(tree.leaf_paths(self._params), before, after, strict=True)
             done += [("wrote to", path) for path, first, last in named if first != last]
         for did, path in done:
             raise ValueError(
@@ -134,7 +134,7 @@ class ModuleFunction:
 
     def init_buffers(self, device: torch.device | str = "cpu", seed: int = 0) -> Tree:
         """Make buffers on `device`, also for a module on meta, as `init` makes parameters from the same `seed`."""
-        names = tree.paths(self._buffers)
+        names = tree.leaf_paths(self._buffers)
         made = Initializer(self._skeleton, seed, torch.device(device), self._copies.own)
         return tree.unflatten(self._buffers, [made.buffer(name) for name in names])
 

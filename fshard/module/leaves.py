@@ -95,8 +95,8 @@ class Leaves:
         """The module's path in its plan, with a dot, and the paths of the plan's leaves outside the module."""
         if self._plan is None or len(self._sources) == self._plan.spec.num_leaves:
             return "", []
-        paths = tree.paths(self._plan.spec)
-        for name, x in zip(tree.paths(self._spec), self._given, strict=True):
+        paths = tree.leaf_paths(self._plan.spec)
+        for name, x in zip(tree.leaf_paths(self._spec), self._given, strict=True):
             slots = () if isinstance(x, At) else [tape.slot_of(unwrapped(x)) for tape in self._tapes]
             path = paths[x.number] if isinstance(x, At) else next((slot.path for slot in slots if slot), "")
             if path.endswith("." + name):

@@ -20,7 +20,7 @@ class StateDict:
     """Leaves, as (True for a buffer, path), by name in a module's own state dict."""
 
     def __init__(self, skeleton: nn.Module, params: tree.Spec, buffers: tree.Spec):
-        paths = tree.paths(params), tree.paths(buffers)
+        paths = tree.leaf_paths(params), tree.leaf_paths(buffers)
         # the module's own method omits unsaved buffers, and its hooks may change names
         state = skeleton.state_dict(keep_vars=True)
         places = {name: member_of(x) for name, x in state.items() if isinstance(x, Stand)}
@@ -36,7 +36,7 @@ class StateDict:
         whole = state_dict(params, rank, dtensors)
         if rank is not None and not whole:
             return {}
-        values = dict(zip(tree.paths(self.buffers), buffers, strict=True))
+        values = dict(zip(tree.leaf_paths(self.buffers), buffers, strict=True))
         return {
             name: values[path].detach().to(values[path].device if dtensors else "cpu", copy=True)
             if is_buffer
@@ -45,7 +45,7 @@ class StateDict:
         }
 
     def kept(self, buffers: Sequence[Tensor]) -> dict[str, Tensor]:
-        values = dict(zip(tree.paths(self.buffers), buffers, strict=True))
+        values = dict(zip(tree.leaf_paths(self.buffers), buffers, strict=True))
         return {path: values[path] for is_buffer, path in self.leaves.values() if is_buffer}
 
     def read(
@@ -60,7 +60,7 @@ class StateDict:
         if self.hooks:
             mapping, rename = together(params.plan.live_mesh(), partial(self._hooked, mapping, rename, strict)), None
         paths = {name: path for name, (_, path) in self.leaves.items()}
-        values = dict(zip(tree.paths(self.buffers), buffers, strict=True))
+        values = dict(zip(tree.leaf_paths(self.buffers), buffers, strict=True))
         loaded, new = load_with_buffers(params, self.kept(buffers), mapping, rename, src, strict, paths)
         return loaded, tree.unflatten(self.buffers, [*(values | new).values()])
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ..core import tree
-from ..core.arguments import check_whole, wrong
+from ..core.arguments import check_predicate, check_whole, wrong
+from ..core.patterns import matches
 from ..plan.precision import Policy, policy_of
 from .batch_norm import BATCH_NORMS
 from .skeleton import member_of
@@ -34,10 +34,11 @@ def _picked(module: nn.Module, paths: dict[str, nn.Module], selection: Which) ->
         return full
     if isinstance(selection, str):
         names = {path for path, _ in module.named_modules(remove_duplicate=False)}
-        chosen = [path for path in paths if tree.matches(path.split("."), selection, names)]
+        chosen = [path for path in paths if matches(path.split("."), selection, names)]
     elif isinstance(selection, type) and issubclass(selection, nn.Module):
         chosen = [path for path, part in paths.items() if isinstance(part, selection)]
     elif callable(selection) and not isinstance(selection, type):
+        check_predicate("units", selection, "(path, submodule) -> bool")
         chosen = [path for path, part in paths.items() if selection(path, part)]
     else:
         expected = "a class of submodules, a pattern of their paths, a predicate (path, submodule) -> bool, or a number"

@@ -268,7 +268,7 @@ class Plan:
     @memo
     def paths(self) -> tuple[str, ...]:
         """The dotted path of every leaf, in the order of use; tied leaves have several."""
-        return tuple(tree.paths(self.spec))
+        return tuple(tree.leaf_paths(self.spec))
 
     def container(self, spec: tree.Spec, first: int) -> Container:
         """Return the children of a container of structure `spec`; `first`: the number of its first leaf."""

@@ -115,7 +115,7 @@ def make_plan(
     over = partitions(sizes, params_over, grads_over, state_over)
     check_plain("params", params)
     flat, spec = tree.flatten(params)
-    paths = tree.paths(spec)
+    paths = tree.leaf_paths(spec)
     check_tensors(flat, paths)
     origins = first_places(flat, paths)
     slot_of = {origin: number for number, origin in enumerate(dict.fromkeys(origins))}
@@ -203,7 +203,7 @@ def _kinds(
     if on_host := wheres["offload"] == "state" and "state" not in map(str, tree.names(spec)):
         wheres = {**wheres, "offload": None}
     is_whole, is_frozen, is_host = (claim_leaves(params, spec, origins, where, name) for name, where in wheres.items())
-    is_frozen = read_frozen(flat, origins, tree.paths(spec), is_frozen)
+    is_frozen = read_frozen(flat, origins, tree.leaf_paths(spec), is_frozen)
     dtypes = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, origins, policy), policy)
     trains = [is_differentiable(leaf) and not still for leaf, still in zip(flat, is_frozen, strict=True)]
     axis_of = {i: split.axis for i, split in splits.items()}

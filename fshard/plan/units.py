@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from ..core import tree
-from ..core.arguments import check_whole, wrong
+from ..core.arguments import check_predicate, check_whole, wrong
+from ..core.patterns import matches, names_in
 from ..core.tree import Tree
 from ..layout.layout import Split
 from .precision import Policy
@@ -60,12 +61,12 @@ def fitting(paths: Sequence[Sequence[str]], patterns: Sequence[str], spec: tree.
     for number, pattern in enumerate(patterns):
         exact.setdefault(pattern, []).append(number)
     wild = [pattern for pattern in exact if _WILD & set(pattern)]
-    names = tree.names_in([*tree.paths(spec), *texts]) if wild else set[str]()
+    names = names_in([*tree.leaf_paths(spec), *texts]) if wild else set[str]()
     return [
         sorted(
             {
                 *(exact.get(text, ()) if path else ()),
-                *(n for x in wild if tree.matches(path, x, names) for n in exact[x]),
+                *(n for x in wild if matches(path, x, names) for n in exact[x]),
             }
         )
         for path, text in zip(paths, texts, strict=True)
@@ -91,6 +92,8 @@ def _check_where(name: str, where: object) -> None:
         expected = "path patterns such as 'blocks.*' (one, or a list), or a predicate (path, subtree) -> bool"
         expected += ", or a whole number of elements" * (name == "units") + _STATE * (name == "offload")
         raise TypeError(wrong(name, where, expected))
+    if predicate:
+        check_predicate(name, where, "(path, subtree) -> bool")
 
 
 def claim_leaves(params: Tree, spec: tree.Spec, origins: Sequence[int], where: Where, name: str) -> list[bool]:
@@ -110,7 +113,7 @@ def claim_splits(
     of blocks, a pattern without leaves, and two splits of a leaf.
     """
     chosen, (flat, spec) = dict[int, Split](), tree.flatten(params)
-    paths = tree.paths(spec)
+    paths = tree.leaf_paths(spec)
     for pattern, how in split.items():
         at = f"split[{pattern!r}]"
         if not isinstance(how, tuple | list) or [*map(type, how)] not in ([str, int], [str, int, int]):
@@ -134,7 +137,7 @@ def claim_splits(
 def claim_policies(params: Tree, spec: tree.Spec, origins: Sequence[int], policy: Policy) -> list[Policy | None]:
     """Return each leaf's first override, or None. Selecting one occurrence of a tied leaf selects all."""
     chosen: dict[int, Policy] = {}  # by number of a leaf's first occurrence
-    dtypes, paths = [leaf.dtype for leaf in tree.leaves(params)], tree.paths(spec)
+    dtypes, paths = [leaf.dtype for leaf in tree.leaves(params)], tree.leaf_paths(spec)
     for where, override in reversed(_grouped(policy)):  # the first override is set last
         for path, first, count in _selector(params, spec, where, "policy"):
             # integer leaves inside a selected subtree stay as they are; selected alone they are refused

@@ -214,9 +214,9 @@ class _Origins(TorchDispatchMode):
         return out
 
 
-def noted(fn: Callable[..., Tree], caller: str, *args: Tree) -> Tree:
+def noted(fn: Callable[..., Tree], caller: str, *args: Tree, **kwargs: Tree) -> Tree:
     with _Origins(caller):
-        return fn(*args)
+        return fn(*args, **kwargs)
 
 
 def calls(step: Step, plan: Plan, given: Sequence[Tree], results: Results) -> list[Key]:
@@ -232,12 +232,12 @@ def calls(step: Step, plan: Plan, given: Sequence[Tree], results: Results) -> li
     def bare(x: object) -> object:
         return whole(x) if isinstance(x, Sharded) else _bare(x)
 
-    state, batch, *args = given
+    state, batch, *args, kwargs = given
     first = cut(tree.map(bare, batch), step.accumulate)[0]
-    rest = tree.map_tops(bare, Sharded, (*[state.extra] * step.with_extra, first, *args))
+    rest, keywords = tree.map_tops(bare, Sharded, ([*[state.extra] * step.with_extra, first, *args], kwargs))
     params = whole(Sharded(whole_view(plan, plan.params_over, range(len(plan.kinds))), []))
     with torch.device("meta"), torch.enable_grad(), _Recorder(results) as recorder:
-        out = step.loss_fn(params, *rest)
+        out = step.loss_fn(params, *rest, **keywords)
         total = read_loss(out[0] if isinstance(out, tuple) else out)[0].total
         trained = [x for x in dict.fromkeys(tree.leaves(params)) if x.requires_grad]
         torch.autograd.grad(total, trained, allow_unused=True)

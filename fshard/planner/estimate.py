@@ -123,12 +123,13 @@ class Estimate:
         return "\n".join(_lines(self))
 
 
-def estimate(step: Callable[..., Tree], state: Tree, batch: Tree, *args: Tree) -> Estimate:
-    """Estimate memory, traffic and GPU room of `step(state, batch, *args)` on one rank, without running the step.
+def estimate(step: Callable[..., Tree], state: Tree, batch: Tree, *args: Tree, **kwargs: Tree) -> Estimate:
+    """Estimate memory, traffic and GPU room of `step(state, batch, *args, **kwargs)` on one rank, without running it.
 
     - `step`: the result of `train_step`, `jit` of it, or any pure function. A step that is not jitted counts as
       `jit(step)`.
-    - `state`, `batch`, `args`: real, on meta, or from `eval_shape`; an `AbstractMesh` gives any number of ranks.
+    - `state`, `batch`, `args`, `kwargs`: real, on meta, or from `eval_shape`; an `AbstractMesh` gives any number of
+      ranks.
 
     The figures are of the step's graph, after `jit`'s passes with its options. If the state has a list of equal units,
     such as the layers of a network, and all figures follow from a few units, only a few units are lowered (Note
@@ -146,7 +147,7 @@ def estimate(step: Callable[..., Tree], state: Tree, batch: Tree, *args: Tree) -
     """
     jitted = step if isinstance(step, Jitted) else jit(step, donate=getattr(step, "donate", False))
     fn, options = jitted.__wrapped__, jitted.options
-    given = eval_shape(lambda *x: x, state, batch, *args)
+    given: tuple[Tree, ...] = eval_shape(lambda x: x, (state, batch, *args, kwargs))  # the keywords last
     sharded = [x.plan for x in tree.nodes(given[:1], Sharded)] or [x.plan for x in tree.nodes(given, Sharded)]
     stack = stack_of(sharded[0]) if sharded else None
     figures, said = _of_few(fn, options, given, sharded[0], stack) if stack else (None, "no list of equal units")
@@ -186,7 +187,7 @@ class _Figures(NamedTuple):
 
 
 def _read_step(fn: Callable[..., Tree], options: Options, given: Sequence[Tree], stack: Stack | None) -> _Reading:
-    lowered = lower(partial(noted, fn, call_site()), *flat_call(given, {}), options)
+    lowered = lower(partial(noted, fn, call_site()), *flat_call(given[:-1], given[-1]), options)
     return _Reading(lowered, stack, "optimizer" if _has_state_on_host(given) else "")
 
 

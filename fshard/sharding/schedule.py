@@ -111,7 +111,7 @@ class View:
             flat=True,
             mesh=plan.live_mesh(),
             axes=tuple(dict.fromkeys((*plan.splits(self.kinds), *self.over))),
-            frozen=tuple(path for path, n in zip(tree.paths(self.spec), numbers, strict=True) if n not in index),
+            frozen=tuple(path for path, n in zip(tree.leaf_paths(self.spec), numbers, strict=True) if n not in index),
         )
 
 

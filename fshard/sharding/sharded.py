@@ -277,7 +277,7 @@ def _from_rank(leaf: Tensor, plan: Plan, src: int, device: torch.device) -> Tens
 
 def _placed_leaves(params: Tree, plan: Plan) -> list[Tensor]:
     flat, spec = tree.flatten(params)
-    by_path = dict(zip(tree.paths(spec), flat, strict=True))
+    by_path = dict(zip(tree.leaf_paths(spec), flat, strict=True))
     if difference := lacking(plan.paths, [*by_path]):
         raise ValueError(
             f"the tree is not the plan's: {difference} (expected {len(plan.paths)} leaves, got {len(by_path)}). Make "

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..core.arguments import check_function, check_whole, expect, shown
+from ..core.arguments import check_function, check_predicate, check_whole, expect, shown
 from ..core.random import seeded_by
 from ..plan.plan import Plan, Slot
 from ..sharding.sharded import Sharded, empty_params, pack_shard
@@ -32,6 +32,7 @@ def init_params(plan: Plan, fn: Initialize, seed: int = 0) -> Sharded:
     """
     expect("plan", plan, isinstance(plan, Plan), "what fshard.make_plan gives", "The order is init_params(plan, fn).")
     check_function("init_params: fn", fn, "fn(path, like) -> tensor")
+    check_predicate("init_params: fn", fn, "(path, like) -> tensor")
     check_whole("init_params: seed", seed, least=0)
 
     def made(slot: Slot) -> Tensor:

@@ -429,7 +429,7 @@ def torch_names(
     >>> rename("model.w"), rename("optim.state.w.exp_avg"), rename("optim.param_groups.0.eps")
     ('params.w', 'opt_state.mu.w', None)
     """
-    torchs, of_buffers = known(state, params), {*tree.paths(tree.flatten(buffers)[1])}
+    torchs, of_buffers = known(state, params), {*tree.paths(buffers)}
     names = {joined(optim, "state", leaf, name): field.key for (leaf, name), field in torchs.named.items()}
     is_plain = order is None and torchs.groups == torchs.trained
     in_order = [*chain.from_iterable(torchs.groups)] if is_plain else order

@@ -63,7 +63,7 @@ def _leaf_names(x: Tree, leaves: list[str], spec: tree.Spec | None) -> list[str]
         return _paths(x.layout)
     if isinstance(x, dict) and x and x.keys() <= set(leaves):
         return [*x]
-    return tree.paths(spec) if spec is not None and tree.flatten(x)[1] == spec else None
+    return tree.leaf_paths(spec) if spec is not None and tree.flatten(x)[1] == spec else None
 
 
 def _fields(state: Tree, leaves: list[str], spec: tree.Spec | None, key: str = "", path: str = "") -> Iterator[Field]:

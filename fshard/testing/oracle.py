@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,24 +25,24 @@ from ..plan.units import Where, claim_leaves, claim_policies
 from ..sharding.sharded import gather_params
 from ..state.optimizer import gather_state
 from ..train.loss_scale import LossScale, NoLossScale
-from ..train.step import TrainState
+from ..train.step import Result, TrainState
 from ..update.base import FoundInf, Label, Transform, any_found, as_transform, clip_factor
 from ..update.transforms import Labels, labeller
 from .rng import with_threads
 
 
 class Oracle(NamedTuple):
-    """`init(params, loss_scale=None, seed=0, extra=None) -> state`; `step(state, batches, *args) -> (state, metrics)`.
+    """`init(params, loss_scale=None, seed=0, extra=None) -> state`; `step(state, batches, *args, **kwargs) -> ...`.
 
     - `state`: a `TrainState` of plain trees: `params` are whole, and `opt_state` is that of a dict of the trainable
       leaves by path. With `with_extra`, `extra` is a list with one item for each rank.
     - `batches`: one batch for each rank, in rank order.
-    - `args`: the step's, with a whole tree in place of each `Sharded`.
+    - `args`, `kwargs`: the step's, with a whole tree in place of each `Sharded`.
     - `metrics`: the step's, but `aux` is a list with one item for each rank.
     """
 
     init: Callable[..., TrainState]
-    step: Callable[..., tuple[TrainState, dict[str, Tree]]]
+    step: Callable[..., Result]
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class _Whole:
 
 def _whole(params: Tree, frozen: Where, policy: Policy) -> _Whole:
     flat, spec = flatten(params)
-    paths, first_path = tree.paths(spec), dict[int, str]()
+    paths, first_path = tree.leaf_paths(spec), dict[int, str]()
     origins = first_places(flat, paths)
     is_frozen = dict(zip(paths, claim_leaves(params, spec, origins, frozen, "frozen"), strict=True))
     precision = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, origins, policy), policy)
@@ -114,8 +115,9 @@ def oracle(
         step, rng = (torch.tensor(number, device="cpu") for number in (0, seed))
         return TrainState(whole.tree(values), opt_state, loss_scale or NoLossScale(), step, rng, extra)
 
-    def step(state: TrainState, batches: Sequence[Tree], *args: Tree) -> tuple[TrainState, dict[str, Tree]]:
+    def step(state: TrainState, batches: Sequence[Tree], *args: Tree, **kwargs: Tree) -> Result:
         _check_batches(batches)
+        loss_of_rank = partial(loss_fn, **kwargs)
         whole = _whole(state.params, frozen, policy)
         device = next((x.device for x in whole.values.values()), torch.device("cpu"))
 
@@ -124,7 +126,7 @@ def oracle(
             for i, part in enumerate(_micro_batches(batch, accumulate)):
                 loss_args = [*[extra] * with_extra, part, *args]
                 with seeded(state.rng, state.step, rank, i, device):
-                    row.append(_rank_forward(loss_fn, whole, loss_args, policy, (has_aux, with_extra)))
+                    row.append(_rank_forward(loss_of_rank, whole, loss_args, policy, (has_aux, with_extra)))
                 extra = row[-1].extra
             return row
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from operator import ne
+from operator import itemgetter, ne
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -40,11 +40,12 @@ Later = Callable[[], Sharded]  # makes a tree at the first call, and returns it
 
 @dataclass(frozen=True)
 class Recipe:
-    """The arguments of `train_step`, and three values of one step.
+    """The arguments of `train_step`, and four values of one step.
 
     - `built`: the arguments as text, with the state's step and seed.
     - `stamp`: a number made of step and seed (Note [Built alike] in `describe.py`).
     - `gathered`: with `keep_gathered`, gathered units until the last micro-batch ends; else None.
+    - `kwargs`: the loss's keyword arguments.
     """
 
     loss_fn: Callable[..., Tree]
@@ -59,6 +60,7 @@ class Recipe:
     built: str
     stamp: Number
     gathered: Gathered | None
+    kwargs: Mapping[str, Tree]
 
 
 class StepGradients(NamedTuple):
@@ -129,7 +131,7 @@ def run_each(
             outcome = run_loss(
                 recipe.loss_fn,
                 state.params,
-                arguments,
+                (arguments, recipe.kwargs),
                 into,
                 has_aux=recipe.has_aux,
                 with_extra=recipe.with_extra,
@@ -153,7 +155,7 @@ def _versions(extra: Tree) -> list[int | None]:
 
 def _checked_extra(old: Tree, new: Tree, versions: Sequence[int | None]) -> Tree:
     """ValueError if a loss wrote to its extra, or changed its structure, a shape or a dtype."""
-    for path, written in zip(tree.paths(tree.flatten(old)[1]), map(ne, versions, _versions(old)), strict=True):
+    for path, written in zip(tree.paths(old), map(ne, versions, _versions(old)), strict=True):
         if written:
             raise ValueError(f"with_extra: extra leaf {path!r} was changed in place: write to a clone, and return that")
     try:
@@ -259,7 +261,7 @@ def check_equal_batches(batch: Tree, plan: Plan) -> None:
     if isinstance(grid, ProcessMesh) and not is_announcing():
         return
     comparable = Tensor | str | int | float  # and numpy's arrays; shards of a Sharded differ by rank
-    leaves = tree.paths_to(batch, Sharded)
+    leaves = sorted(tree.paths_to(batch, Sharded), key=itemgetter(0))
     named = [(path, x) for path, x in leaves if isinstance(x, comparable) or hasattr(x, "__array__")]
     number = consensus.unlike_index([_numbered(x) for _, x in named], grid, axes)
     if number is not None:

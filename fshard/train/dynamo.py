@@ -15,6 +15,7 @@ from typing import Protocol
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from ..core import tree
 from ..core.tree import Tree
 
 Traced = Callable[["_Step", Tree, Tree], tuple[list[Tensor], Tree]]
@@ -52,9 +53,12 @@ def like(x: Tree, leaves: list[Tensor]) -> Tree:
     return with_none(pytree.tree_unflatten(leaves, pytree.tree_structure(x)))
 
 
-def _run_step(step: _Step, state: Tree, args: Tree) -> tuple[list[Tensor], Tree]:
-    state, metrics = step.run(with_none(state), *with_none(args))
-    return pytree.tree_leaves(without_none(state)), without_none(metrics)
+def _run_step(step: _Step, state: Tree, given: Tree) -> tuple[list[Tensor], Tree]:
+    old, (args, kwargs) = with_none(state), with_none(given)
+    new, metrics = step.run(old, *args, **kwargs)
+    # `like` puts the leaves into the old state
+    new = tree.in_order_of(tree.flatten(old)[1], new)
+    return pytree.tree_leaves(without_none(new)), without_none(metrics)
 
 
 @cache

@@ -102,7 +102,7 @@ def _unscale(grads: Tree, scale: Tensor, own: bool, labels: Labels, mesh: AnyMes
     meshes, by_label = _meshes(grads, mesh), dict[Label, Tensor]()
     if labels is not None:  # before the division: a scale below 1 may make finite values overflow
         nodes = tree.paths_to(grads, Parts)
-        paths = [tree.joined(path, name) for path, node in nodes for name in tree.paths(layout_of(node).spec)]
+        paths = [tree.joined(path, name) for path, node in nodes for name in tree.leaf_paths(layout_of(node).spec)]
         by_label = _not_finite_by(labeller(labels, paths), grads, meshes)
     found_inf = kernels.unscale_([_values(row) for row in tree.leaves(grads)], scale.double().reciprocal())
     grads = tree.map(lambda row: row if row.layout is torch.sparse_coo else mark(row, Unscaled), grads)
@@ -117,7 +117,7 @@ def _check_grads(grads: Tree) -> None:
     for number, row in enumerate(tree.leaves(grads)):
         if is_inexact(row) and not issubclass(kind_of(row), Unscaled):
             continue
-        path = tree.paths(tree.flatten(grads)[1])[number]
+        path = tree.paths(grads)[number]
         if is_inexact(row):
             raise ValueError(f"unscale: leaf {path!r} was unscaled already: use what unscale gave the first time")
         got = row.dtype if isinstance(row, Tensor) else type(row).__name__
@@ -168,7 +168,7 @@ def nonfinite_leaves(x: Tree, mesh: AnyMesh = None) -> list[str]:
     >>> nonfinite_leaves({"a": torch.tensor([1.0, torch.inf]), "b": torch.ones(2)})
     ['a']
     """
-    for path, leaf in zip(tree.paths(tree.flatten(x)[1]), tree.leaves(x), strict=True):
+    for path, leaf in zip(tree.paths(x), tree.leaves(x), strict=True):
         if not isinstance(leaf, Tensor):
             raise TypeError(f"nonfinite_leaves: leaf {path!r}: expected a tensor, got {shown(leaf)}")
     flags = _not_finite_by(lambda leaf: leaf.path, x, _meshes(x, mesh))
@@ -406,5 +406,5 @@ def select(found_inf: Tensor, if_inf: Tree, if_finite: Tree) -> Tree:
     for number, (a, b) in enumerate(pairs):
         if not isinstance(a, Tensor) or not isinstance(b, Tensor) or (a.shape, a.dtype) != (b.shape, b.dtype):
             alike = "expected two tensors of one shape and dtype"
-            raise ValueError(f"select: leaf {tree.paths(spec)[number]!r}: {alike}, got {shown(a)} and {shown(b)}")
+            raise ValueError(f"select: leaf {tree.leaf_paths(spec)[number]!r}: {alike}, got {shown(a)} and {shown(b)}")
     return tree.unflatten(spec, [kernels.where(found_inf, a, b) for a, b in pairs])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn, SupportsIndex
 
@@ -168,6 +168,7 @@ def _check_same_start(params: Sharded, seed: int, scaler: LossScale) -> None:
         )
 
 
+Result = tuple[TrainState, dict[str, Tree]]  # new state, metrics
 METRICS = ("loss", "grad_norm", "found_inf")  # 0-d, and equal on all ranks
 
 
@@ -177,13 +178,13 @@ class Step:
 
     def __init__(
         self,
-        run: Callable[..., tuple[TrainState, dict[str, Tree]]],
+        run: Callable[..., Result],
         loss_fn: Callable[..., Tree],
         accumulate: int,
         with_extra: bool,
         donate: bool,
     ):
-        self.run: Callable[..., tuple[TrainState, dict[str, Tree]]] = run
+        self.run: Callable[..., Result] = run
         self.loss_fn, self.accumulate, self.with_extra, self.donate = loss_fn, accumulate, with_extra, donate
 
     def __eq__(self, other: object) -> bool:
@@ -192,14 +193,14 @@ class Step:
     def __hash__(self) -> int:
         return id(self)
 
-    def __call__(self, state: TrainState, batch: Tree, *args: Tree) -> tuple[TrainState, dict[str, Tree]]:
+    def __call__(self, state: TrainState, batch: Tree, *args: Tree, **kwargs: Tree) -> Result:
         """Return the new state and the metrics. TypeError if `state` is not a TrainState."""
         if not isinstance(state, TrainState):
             raise TypeError(f"step(state, batch): expected a TrainState (fshard.init_state) first, got {shown(state)}")
         if not torch.compiler.is_dynamo_compiling():
-            return self.run(state, batch, *args)
+            return self.run(state, batch, *args, **kwargs)
         known = dynamo.without_none(state)
-        leaves, metrics = dynamo.traced(self, known, dynamo.without_none((batch, *args)))
+        leaves, metrics = dynamo.traced(self, known, dynamo.without_none(((batch, *args), kwargs)))
         return dynamo.like(known, leaves), dynamo.with_none(metrics)
 
 
@@ -218,12 +219,12 @@ def train_step(
     in_backward: bool = False,
     keep_gathered: bool = False,
 ) -> Step:
-    """Build `step(state, batch, *args) -> (state, metrics)`: forward, backward, reduction, unscaling, clipping, update.
+    """Build `step(state, batch, *args, **kwargs) -> (state, metrics)`: forward, backward, reduction, clipping, update.
 
-    The loss is `loss_fn(params, batch, *args)`. `batch` is this rank's batch, any tree; if the step cuts the batch
-    (`accumulate`, `reduction="tree"`), a tree of tensors with rows in dim 0 (else ValueError). `args` (class weights, a
-    temperature) go uncut to the loss of every micro-batch; a `Sharded` in `args` (a teacher) gathers on access, and
-    gets no gradient.
+    The loss is `loss_fn(params, batch, *args, **kwargs)`. `batch` is this rank's batch, any tree; if the step cuts the
+    batch (`accumulate`, `reduction="tree"`), a tree of tensors with rows in dim 0 (else ValueError). `args` and
+    `kwargs` (class weights, a temperature) go uncut to the loss of every micro-batch; a `Sharded` among them (a
+    teacher) gathers on access, and gets no gradient.
 
     Gradients:
 
@@ -251,8 +252,9 @@ def train_step(
     Memory:
 
     - `donate`: the step updates the state's tensors in place, and a later use of the old state raises DonatedError.
-      ValueError if `batch` or `args` share memory with the state. Tensors taken from the old state (`tree.leaves`,
-      `local_views`) get the new values: clone them to keep the old values. Without `donate` no input changes.
+      ValueError if `batch`, `args` or `kwargs` share memory with the state. Tensors taken from the old state
+      (`tree.leaves`, `local_views`) get the new values: clone them to keep the old values. Without `donate` no input
+      changes.
     - `in_backward`: each unit is updated in the backward, as soon as its gradients are reduced, so gradients of two
       units are in memory. ValueError unless `donate`, `accumulate=1`, an elementwise `tx`, and a state without a loss
       scale. With `clip_norm` the forward and backward run twice, first for the norm. Leaves that a rank holds whole are
@@ -287,14 +289,14 @@ def train_step(
     if isinstance(by, TreeSums):
         transform = _unfused(transform)
 
-    def run(state: TrainState, batch: Tree, *args: Tree) -> tuple[TrainState, dict[str, Tree]]:
+    def run(state: TrainState, batch: Tree, *args: Tree, **kwargs: Tree) -> Result:
         params = check_sharded(state.params)
         _check_opt_state(state.opt_state, params)
         if params.plan.data != params.plan.axis_names:
             check_equal_batches(batch, params.plan)
         in_place = donate and not is_tracing()  # in a graph, `jit(donate=True)` reuses memory
         if in_place:
-            _check_unshared((params.trainable, state.opt_state), (batch, *args))
+            _check_unshared((params.trainable, state.opt_state), batch, args, kwargs)
         # `compiler/captures.py` finds the loss function only if `run` reads it
         at, stamp = stamp_of(state.step, state.rng, device_of(params))
         recipe = Recipe(
@@ -302,6 +304,7 @@ def train_step(
             built + at,
             stamp,
             {} if keep_gathered else None,
+            kwargs,
         )
         make = step_in_backward if in_backward and in_place else _step_after_backward
         new_state, outcome, norm, found_inf = make(recipe, transform, state, batch, args)
@@ -467,20 +470,20 @@ def _gathered_params(updated: Sharded | Views, params: Sharded, donate: bool) ->
     return Sharded(params.view, rows)
 
 
-def _check_unshared(donated: Tree, given: Sequence[Tree]) -> None:
-    written = MemoryRanges(donated)
+def _check_unshared(donated: Tree, batch: Tree, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> None:
+    written, given = MemoryRanges(donated), (batch, args, kwargs)
     if not written.has(given):
         return
     named = dict[str, Tree]()
-    for path, node in tree.paths_to(given, Sharded):
+    whole = {"batch": batch, **{f"args[{number}]": x for number, x in enumerate(args)}, **kwargs}
+    for name, path, node in ((name, *pair) for name, x in whole.items() for pair in tree.paths_to(x, Sharded)):
         pieces = node.local_views() if isinstance(node, Sharded) else {}
         # leaves first: a rank may have only padding, without a path
-        named.update({f"{path}.{leaf}": piece for leaf, piece in pieces.items()} | {path: node})
-    path = next(path for path, x in named.items() if written.has(x))
-    number, _, leaf = path.partition(".")
-    name = f"args[{int(number) - 1}]" if int(number) else "batch"
+        inner = {tree.joined(path, leaf): piece for leaf, piece in pieces.items()} | {path: node}
+        named |= {f"{name}, leaf {path!r}" if path else name: x for path, x in inner.items()}
+    name = next(name for name, x in named.items() if written.has(x))
     raise ValueError(
-        f"train_step(donate=True): {name}{f', leaf {leaf!r}' if leaf else ''}: expected a tensor in memory of its own, "
+        f"train_step(donate=True): {name}: expected a tensor in memory of its own, "
         "got one in the memory of the state's parameters or optimizer state, which the step overwrites. Pass a clone "
         "(fshard.tree.map(torch.clone, ...)), or build the step with donate=False."
     )

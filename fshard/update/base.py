@@ -263,7 +263,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     pairs, spec = tree.pairs("apply_updates: updates are not of the structure of params", params, updates)
     for number, (p, u) in enumerate(pairs):
         if u is not None and (misfit := _unlike_param(u, p)):
-            raise ValueError(f"apply_updates: the update of leaf {tree.paths(spec)[number]!r} {misfit}")
+            raise ValueError(f"apply_updates: the update of leaf {tree.leaf_paths(spec)[number]!r} {misfit}")
     # the sum may promote to float32: one rounding, at the end
     return tree.unflatten(spec, [p if u is None else (p + u).to(p.dtype) for p, u in pairs])
 

@@ -279,7 +279,7 @@ def each_where(condition: Tensor, old: Tree, new: Tree) -> Tree:
         try:
             result.append(where(condition, a, b))
         except ValueError as error:
-            raise ValueError(f"{tree.paths(spec)[len(result)]!r} after an update: {error}") from None
+            raise ValueError(f"{tree.leaf_paths(spec)[len(result)]!r} after an update: {error}") from None
     return tree.unflatten(spec, result)
 
 

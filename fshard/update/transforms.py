@@ -14,9 +14,10 @@ from torch import Tensor
 from ..comm import consensus
 from ..comm.mesh import AnyMesh, OnMesh, mesh_device
 from ..core import tree
-from ..core.arguments import expect, shown, wrong
+from ..core.arguments import check_predicate, expect, shown, wrong
 from ..core.differences import listed
 from ..core.func_levels import depending, differentiates, refuse_derivative
+from ..core.patterns import matches, names_in
 from ..core.scalars import double
 from ..core.storage import copied_aside
 from ..core.tree import Tree
@@ -283,7 +284,7 @@ def resting(tx: TransformLike) -> Transform:
 
     def init(params: Tree) -> LabelState:
         layout = layout_of(params)
-        places = zip(tree.paths(layout.spec), layout.leaf_at, strict=True)
+        places = zip(tree.leaf_paths(layout.spec), layout.leaf_at, strict=True)
         # tied leaves rest together
         first = {path: path if number is None else layout.leaves[number].path for path, number in places}
         return of((layout.leaves[number].path for number in layout.numbers), first.__getitem__).init(params)
@@ -330,7 +331,7 @@ def _split_by_label(layout: Layout, transforms: Mapping[Label, TransformLike], l
     if not callable(labels):
         _check_patterns(layout, labels)
     _check_ties(layout, labels)
-    label_of, of_label = labeller(labels, tree.paths(layout.spec)), dict[Label, list[int]]()
+    label_of, of_label = labeller(labels, tree.leaf_paths(layout.spec)), dict[Label, list[int]]()
     for number in layout.numbers:
         leaf = layout.leaves[number]
         label = label_of(leaf)
@@ -346,7 +347,7 @@ def _split_by_label(layout: Layout, transforms: Mapping[Label, TransformLike], l
 
 
 def _warn_of_frozen(layout: Layout, unused: Sequence[Label], labels: Labels) -> None:
-    match_of = partial(_label_by_path, labels) if callable(labels) else _matcher(labels, tree.paths(layout.spec))
+    match_of = partial(_label_by_path, labels) if callable(labels) else _matcher(labels, tree.leaf_paths(layout.spec))
     for label in unused:
         chosen = [path for path in layout.frozen if (match_of(path) or ("", None))[1] == label]
         if chosen and label is not False:  # False: left alone by `masked`
@@ -367,9 +368,9 @@ def _label_by_path(labels: Callable[[str, Tensor], Label], path: str) -> tuple[s
 
 
 def _check_patterns(layout: Layout, labels: Tree) -> None:
-    paths = tree.paths(layout.spec)
-    leaves, names = [path.split(".") for path in paths], tree.names_in(paths)
-    for pattern in tree.paths(tree.flatten(labels)[1]):
+    paths = tree.leaf_paths(layout.spec)
+    leaves, names = [path.split(".") for path in paths], names_in(paths)
+    for pattern in tree.paths(labels):
         if pattern and pattern != "**" and not any(_fits(path, pattern, names) for path in leaves):
             raise ValueError(
                 f"by_label: the pattern {pattern!r} of the labels matches no leaf; the tree has "
@@ -382,7 +383,7 @@ def _check_ties(layout: Layout, labels: Tree) -> None:
 
     The check ignores "**", and functions that look at the shape or do not know the path.
     """
-    paths = tree.paths(layout.spec)
+    paths = tree.leaf_paths(layout.spec)
     label_of = labeller(labels, paths)
     match_of = partial(_label_by_path, labels) if callable(labels) else _matcher(labels, paths)
     for path, number in zip(paths, layout.leaf_at, strict=True):
@@ -397,7 +398,7 @@ def _check_ties(layout: Layout, labels: Tree) -> None:
 
 
 def _fits(path: Sequence[str], pattern: str, names: Container[str]) -> bool:
-    return any(tree.matches(path[:end], pattern, names) for end in range(len(path) + 1))
+    return any(matches(path[:end], pattern, names) for end in range(len(path) + 1))
 
 
 def check_labels(name: str, labels: Labels) -> None:
@@ -406,6 +407,8 @@ def check_labels(name: str, labels: Labels) -> None:
     ):
         expected = "a function (path, tensor) -> label, or a tree of labels whose keys may be patterns"
         raise TypeError(wrong(name, labels, expected))
+    if callable(labels):
+        check_predicate(name, labels, "(path, tensor) -> label")
 
 
 def labeller(labels: Labels, paths: Iterable[str]) -> Callable[[Leaf], Label]:
@@ -417,7 +420,7 @@ def labeller(labels: Labels, paths: Iterable[str]) -> Callable[[Leaf], Label]:
     def label_of(leaf: Leaf) -> Label:
         if (match := match_of(leaf.path)) is not None:
             return match[1]
-        patterns = ", ".join(map(repr, tree.paths(tree.flatten(labels)[1])))
+        patterns = ", ".join(map(repr, tree.paths(labels)))
         raise ValueError(
             f"by_label: the labels miss the leaf {leaf.path!r}: they are for {patterns}. "
             'A last key "**" is for all the rest.'
@@ -429,7 +432,7 @@ def labeller(labels: Labels, paths: Iterable[str]) -> Callable[[Leaf], Label]:
 def _matcher(labels: Tree, paths: Iterable[str]) -> Callable[[str], tuple[str, Label] | None]:
     """Return a function from a path to the first fitting pattern, and its label."""
     flat, spec = tree.flatten(labels)
-    pairs, names = [*zip(tree.paths(spec), flat, strict=True)], tree.names_in(paths)
+    pairs, names = [*zip(tree.leaf_paths(spec), flat, strict=True)], names_in(paths)
 
     def match_of(path: str) -> tuple[str, Label] | None:
         parts = path.split(".") if path else []

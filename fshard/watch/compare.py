@@ -78,7 +78,7 @@ def _check_structure(got: Tree, expected: Tree) -> None:
     got_spec, expected_spec = (tree.flatten(x)[1] for x in (got, expected))
     if got_spec == expected_spec:
         return
-    paths, wanted = tree.paths(got_spec), tree.paths(expected_spec)
+    paths, wanted = tree.leaf_paths(got_spec), tree.leaf_paths(expected_spec)
     text = lacking(wanted, paths)
     if not text:
         text = f"its nodes are others: expected {_short_spec(expected_spec)}, got {_short_spec(got_spec)}"

@@ -28,10 +28,9 @@ from ..core.tree import Tree
 from ..layout.layout import Layout
 from ..layout.pieces import Parts, pieces
 from ..plan.plan import Plan
-from ..train.step import METRICS, Step, TrainState
+from ..train.step import METRICS, Result, Step, TrainState
 from .compare import bits, first_unlike
 
-Result = tuple[TrainState, dict[str, Tree]]
 _WORDS_OF_SUM = 8  # words of 8 bytes in one sum, for `at_rest`
 _FAULTY_RANK = "that rank's memory, processor or network may be faulty, or an operator not deterministic"
 
@@ -44,7 +43,7 @@ class Guarded:
         self.with_extra: bool = getattr(step, "with_extra", False)
         self._resting: list[_Rest] = []  # with `at_rest`: tensors of the last returned state
 
-    def __call__(self, state: TrainState, batch: Tree, *args: Tree) -> Result:
+    def __call__(self, state: TrainState, batch: Tree, *args: Tree, **kwargs: Tree) -> Result:
         """Run the step; MismatchError on all ranks if bits differ."""
         if is_tracing() or torch.compiler.is_compiling():
             raise TypeError("guard: a graph runs its step once: guard the outermost function, as in guard(jit(step))")
@@ -53,27 +52,27 @@ class Guarded:
         number, mesh = int(state.step), state.params.plan.live_mesh()
         if self._at_rest:
             consensus.together(mesh, partial(self._check_rest, state, number), _FAULTY_RANK)
-        result = (self._twice if (number + 1) % self._every == 0 else self._once)(state, batch, *args)
+        result = (self._twice if (number + 1) % self._every == 0 else self._once)(state, batch, *args, **kwargs)
         if self._at_rest:
             self._resting = _resting(result[0])
         return result
 
-    def _once(self, state: TrainState, batch: Tree, *args: Tree) -> Result:
-        result = self.__wrapped__(state, batch, *args)
+    def _once(self, state: TrainState, batch: Tree, *args: Tree, **kwargs: Tree) -> Result:
+        result = self.__wrapped__(state, batch, *args, **kwargs)
         if isinstance(result, tuple) and len(result) == 2:
             new, metrics = result
             if isinstance(new, TrainState) and isinstance(metrics, dict):
                 return new, metrics
         raise TypeError(f"guard: expected a step that returns a TrainState and a dict of metrics, got {shown(result)}")
 
-    def _twice(self, state: TrainState, batch: Tree, *args: Tree) -> Result:
+    def _twice(self, state: TrainState, batch: Tree, *args: Tree, **kwargs: Tree) -> Result:
         number, mesh = int(state.step), state.params.plan.live_mesh()
         what = f"guard: step {number}, rank {rank_in(mesh)}"  # read before the step, which may donate the state
         _check_copies(state, {}, f"the state before step {number}")
         # a step that `train_step` did not build may donate
         donates = not isinstance(self.__wrapped__, Step) or self.__wrapped__.donate
         again = tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, state) if donates else state
-        result, second = self._once(state, batch, *args), self._once(again, batch, *args)
+        result, second = (self._once(x, batch, *args, **kwargs) for x in (state, again))
         consensus.together(mesh, partial(_check_equal, result, second, what), _FAULTY_RANK)
         _check_copies(*result, f"step {number}")
         return result

@@ -45,7 +45,7 @@ OLD = "old parameter"
 def observed(
     step: Callable[..., tuple[TrainState, dict[str, Tree]]],
 ) -> Callable[..., tuple[tuple[TrainState, dict[str, Tree]], Observed]]:
-    """Return `step'(state, batch, *args) -> ((state, metrics), seen)`: the step, and its values for `first_difference`.
+    """Return `step'(state, batch, *args, **kwargs) -> ((state, metrics), seen)`: the step, and all its values.
 
     `seen` is {"names": list of str, "values": list of tensors}, in the program's order: results of the operators called
     by the loss, gradients of each leaf on this rank and summed over ranks, metrics, parameters. `torch.save` can write
@@ -62,11 +62,13 @@ def observed(
     """
     check_function("observed: step", step, "step(state, batch)")
 
-    def run(state: TrainState, batch: Tree, *args: Tree) -> tuple[tuple[TrainState, dict[str, Tree]], Observed]:
+    def run(
+        state: TrainState, batch: Tree, *args: Tree, **kwargs: Tree
+    ) -> tuple[tuple[TrainState, dict[str, Tree]], Observed]:
         seen, before = Seen(), Seen()
         before.add_leaves(OLD, state.params)  # before the step, which may donate parameters
         with assigned(OBSERVER, seen):
-            after, metrics = step(state, batch, *args)
+            after, metrics = step(state, batch, *args, **kwargs)
         seen.check()
         for name in METRICS:
             seen.add(METRIC, name, metrics[name])

@@ -179,7 +179,7 @@ def _write_files(folder: Path, before: dict[str, Tree], after: dict[str, Tree], 
 
 def _filed(what: str, x: Tree) -> tuple[dict[str, Tensor], JsonDict]:
     leaves, spec = flatten(x)
-    for path, leaf in zip(paths := tree.paths(spec), leaves, strict=True):
+    for path, leaf in zip(paths := tree.leaf_paths(spec), leaves, strict=True):
         if not isinstance(leaf, Tensor | int | float | str):
             raise TypeError(
                 f"record: {what} leaf {path!r}: expected a tensor, a number or a string, got {type(leaf).__name__}. "
@@ -218,7 +218,7 @@ class RecordedStep:
         recorded addresses modulo 64 bytes.
         """
         leaves, spec = flatten(like)
-        paths, wanted = tree.paths(spec), self.about[f"{name} {what}"]["paths"]
+        paths, wanted = tree.leaf_paths(spec), self.about[f"{name} {what}"]["paths"]
         if paths != wanted:
             raise ValueError(
                 f"{self.folder}: the {what} is not the one that was recorded: {lacking(wanted, paths) or 'its order'}. "

@@ -157,7 +157,7 @@ def unwritten(update: Update) -> Update:
         given = tree.unflatten(spec, leaves)
         result = update(*[given.pop(name) for name in [*given][: len(args)]], *args[3:], **given)
         if (after := _num_writes(leaves)) != before:
-            counts = zip(tree.paths(spec), before, after, strict=True)
+            counts = zip(tree.leaf_paths(spec), before, after, strict=True)
             _check_written([path for path, a, b in counts if a != b], update, extra)
         return result
 
@@ -288,7 +288,7 @@ def _check_same_structure(update: Update, old: Tree, new: Tree) -> None:
         same = "a number or None has become a tree, or a list or dict has other entries"
         raise ValueError(
             f"{named(update)}: expected a state of the structure that it was given, got another one: "
-            f"{lacking(*(tree.paths(tree.flatten(x)[1]) for x in (old, new))) or same}. Start with its final form "
+            f"{lacking(*(tree.paths(x) for x in (old, new))) or same}. Start with its final form "
             "(fshard.tree.map(torch.zeros_like, params))"
         )
 

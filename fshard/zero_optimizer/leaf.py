@@ -59,7 +59,8 @@ def leaves_of(x: Tree, spec: tree.Spec, what: str) -> list[Tree]:
         raise ValueError(f"zero: the {what} are not of the tree the state was made for: {error}") from None
     for i, leaf in enumerate(flat):
         if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
-            raise ValueError(f"zero: {what}: leaf {tree.paths(spec)[i]!r} is sparse: make it dense with .to_dense()")
+            path = tree.leaf_paths(spec)[i]
+            raise ValueError(f"zero: {what}: leaf {path!r} is sparse: make it dense with .to_dense()")
     return [leaf if leaf is None else tree.detached(leaf) for leaf in flat]
 
 

@@ -146,7 +146,7 @@ def _check_params(params: Tree) -> None:
     if not flat:
         raise ValueError("zero: the tree of parameters is empty")
     devices: dict[torch.device, str] = {}
-    paths = tree.paths(spec)
+    paths = tree.leaf_paths(spec)
     check_tensors(flat, paths)
     for i, first in enumerate(first_places(flat, paths)):
         if i != first:

@@ -108,7 +108,7 @@ def gathers(mesh: Any, name: str, strategy: str) -> None:
     for (unit, kind), row in plan.rows.items():
         axes, name_ = sharded.view.axes(kind), plan.units[unit].name
         buffer = torch.zeros(plan.units[unit].lengths[kind])
-        leaves = dict(zip(tree.paths(plan.spec), tree.leaves(whole), strict=True))
+        leaves = dict(zip(tree.leaf_paths(plan.spec), tree.leaves(whole), strict=True))
         for slot in row.leaves:
             buffer[slot.start : slot.start + slot.numel] = leaves[slot.path].reshape(-1)
         num = plan.num_ranks(axes)
@@ -119,7 +119,7 @@ def gathers(mesh: Any, name: str, strategy: str) -> None:
             buffer = torch.cat([wire.decode(wire.encode(x, own), own).float() for x, own in parts])
             sent.append(sum(r.nbytes for r in records.select("all_gather", name_)))
         want |= {s.path: buffer[s.start : s.start + s.numel].view(s.shape) for s in row.leaves}
-    by_path = dict(zip(tree.paths(plan.spec), tree.leaves(seen), strict=True))
+    by_path = dict(zip(tree.leaf_paths(plan.spec), tree.leaves(seen), strict=True))
     assert all(same_bits(by_path[path], x) for path, x in want.items())
     assert same_bits(whole, gather_params(flat))
 
@@ -167,7 +167,7 @@ def test_what_travels_in_full_is_as_without_a_wire(world):
 
 def gathered_flat(x: fshard.Sharded, unit: int, kind: int) -> Tensor:
     """A unit's flat buffer of a whole tree; NaN where it is padding."""
-    leaves = dict(zip(tree.paths(x.plan.spec), tree.leaves(gather_params(x)), strict=True))
+    leaves = dict(zip(tree.leaf_paths(x.plan.spec), tree.leaves(gather_params(x)), strict=True))
     flat = x.tensors[0].new_full((x.plan.units[unit].lengths[kind],), torch.nan)
     for slot in x.plan.rows[unit, kind].leaves:
         flat[slot.start : slot.start + slot.numel] = leaves[slot.path].reshape(-1)

@@ -224,7 +224,7 @@ def test_text():
         lines = text.splitlines()
         assert len(lines) == sum(getattr(n.target, "__name__", "") != "getitem" for n in nodes)
         leaves, spec = tree.flatten((args, {}))
-        paths = [p for p, x in zip(tree.paths(spec), leaves, strict=True) if isinstance(x, Tensor)]
+        paths = [p for p, x in zip(tree.leaf_paths(spec), leaves, strict=True) if isinstance(x, Tensor)]
         assert [line.split("  # ")[1] for line in lines if line.startswith("in ")] == paths
         assert all(f"'{unit}'" in text for unit in ("a", "c", "loss", "norm"))
         assert "0x" not in text

@@ -32,7 +32,7 @@ def noise(step: int, rank: int, like: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def by_path(x: Any) -> dict[str, Tensor]:
     """The leaves of a tree by path."""
-    return dict(zip(tree.paths(tree.flatten(x)[1]), tree.leaves(x), strict=True))
+    return dict(zip(tree.paths(x), tree.leaves(x), strict=True))
 
 
 def of_sample(trained: Any, frozen: Any, sample: dict[str, Tensor]) -> Tensor:

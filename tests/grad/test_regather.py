@@ -24,7 +24,7 @@ from support.worlds import gloo, simulated
 
 import fshard
 from fshard.comm import primitives
-from fshard.core.tree import matches
+from fshard.core.patterns import matches
 from fshard.testing import simulate
 
 ALL = ("replicate", "shard")

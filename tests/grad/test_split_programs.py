@@ -261,7 +261,7 @@ class Program:
 
     def plan(self, name: str) -> dict[str, Any]:
         """A plan's arguments, with the paths of some leaves for "some"."""
-        some = list(fshard.tree.paths(fshard.tree.flatten(self.params)[1]))[1::2]
+        some = list(fshard.tree.paths(self.params))[1::2]
         return {key: some if x == "some" else x for key, x in PLANS[name].items() if x != "some" or some}
 
     def loss(self, at: Axis) -> Callable[[Any, Tensor], fshard.Mean]:

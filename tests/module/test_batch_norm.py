@@ -118,7 +118,7 @@ def is_near(results: Any, norm: str, training: bool = True) -> None:
         assert torch.allclose(value, loss, rtol=1e-10)
         for path, x in module.named_parameters():
             assert torch.allclose(params[path], x, rtol=1e-10, atol=1e-10), path
-        paths, leaves = tree.paths(tree.flatten(buffers)[1]), tree.leaves(buffers)
+        paths, leaves = tree.paths(buffers), tree.leaves(buffers)
         assert {*paths} == {path for path, _ in module.named_buffers()}
         for path, x in zip(paths, leaves, strict=True):
             assert torch.allclose(x, module.get_buffer(path), rtol=1e-10, atol=1e-10), path

@@ -31,7 +31,7 @@ STRATEGIES = {
 
 def by_name(x: Any) -> dict[str, Tensor]:
     """The leaves of a tree by their dotted names."""
-    return dict(zip(tree.paths(tree.flatten(x)[1]), tree.leaves(x), strict=True))
+    return dict(zip(tree.paths(x), tree.leaves(x), strict=True))
 
 
 def train(

@@ -32,7 +32,7 @@ OPTIMIZERS = {
 
 def by_name(x: Any) -> dict[str, Tensor]:
     """The leaves of a tree by their dotted names."""
-    return dict(zip(tree.paths(tree.flatten(x)[1]), tree.leaves(x), strict=True))
+    return dict(zip(tree.paths(x), tree.leaves(x), strict=True))
 
 
 def train(mesh: Any, name: str, optimizer: str, plan: dict[str, Any], jitted: bool = False, steps: int = 3) -> Any:

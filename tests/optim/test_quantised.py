@@ -96,7 +96,7 @@ def test_as_the_paper(place, name):
     found = simulated(run, how, torch.float64, 3, hp, replicate=replicate, shard=shard)[0]
     for t, ((before, old), (after, new)) in enumerate(itertools.pairwise(found), 1):
         assert new["count"] == t
-        leaves = zip(tree.paths(tree.flatten(before)[1]), *map(tree.leaves, (before, tree_of(t), after)), strict=True)
+        leaves = zip(tree.paths(before), *map(tree.leaves, (before, tree_of(t), after)), strict=True)
         for path, *tensors in leaves:
             (p, g, q), keys = (x.reshape(-1).numpy() for x in tensors), (f"codes.{path}", f"scales.{path}")
             held, kept = ({m: [s[f"{m}.{k}"].reshape(-1).numpy() for k in keys] for m in BOOKS} for s in (old, new))

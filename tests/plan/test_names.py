@@ -89,13 +89,13 @@ def labels(params: Params, path: str) -> set[str]:
     """A label of an optimizer: the leaves that an update moves."""
     tx = optim.by_label({"on": optim.sgd(1.0), "off": optim.sgd(0.0)}, labelled(params, path))
     flat, spec = tree.flatten(tx.update(params, tx.init(params), params)[0])
-    return {name for name, x in zip(tree.paths(spec), flat, strict=True) if x.any()}
+    return {name for name, x in zip(tree.leaf_paths(spec), flat, strict=True) if x.any()}
 
 
 def skip_labels(params: Params, path: str) -> set[str]:
     """A label of `unscale`: the leaves whose gradients count."""
     flat, spec = tree.flatten(params)
-    names, inside = tree.paths(spec), dict(below(params))[path]
+    names, inside = tree.leaf_paths(spec), dict(below(params))[path]
 
     def counts(bad: set[str]) -> bool:
         grads = [x * torch.inf if name in bad else x for name, x in zip(names, flat, strict=True)]
@@ -183,5 +183,5 @@ def test_the_path_of_a_flat_tree_is_exact() -> None:
     """A key with a dot could not be named at all, though the plan prints its path."""
     params = {"x[0].w": torch.ones(2), "x0.w": torch.ones(2), "net": {"a.b": torch.ones(2), "a?b": torch.ones(2)}}
     for place in PLACES:
-        for path in tree.paths(tree.flatten(params)[1]):
+        for path in tree.paths(params):
             assert place(params, path) == {path}, (place.__name__, path)

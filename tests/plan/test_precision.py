@@ -207,7 +207,7 @@ def by_hand(policy: str, replicate: int, shard: int) -> Any:
     dtypes = {slot.path: resolved.kinds[slot.kind].precision for slot in resolved.slots}
     names = [*dict.fromkeys(slot.path for slot in resolved.slots)]
     flat, spec = tree.flatten(params)
-    paths = tree.paths(spec)
+    paths = tree.leaf_paths(spec)
     totals, counts, leaves = [], [], []
     for rank in range(replicate * shard):
         mine = {n: flat[paths.index(n)].to(dtypes[n].compute).requires_grad_() for n in names}

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fshard
-from fshard import tree
+from fshard.core import tree
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -232,7 +232,7 @@ def batch_of(rank: int) -> torch.Tensor:
 def by_path(x: Any) -> dict[str, torch.Tensor]:
     """The leaves of a tree by their paths; None is no leaf."""
     flat, spec = tree.flatten(x)
-    return dict(zip(tree.paths(spec), flat, strict=True))
+    return dict(zip(tree.leaf_paths(spec), flat, strict=True))
 
 
 def make(mesh: Any, case: dict[str, Any], **strategy: Any) -> fshard.Sharded:

@@ -11,7 +11,7 @@ from fshard import tree
 
 def plain(params: Any) -> dict[str, Tensor]:
     """The leaves of a tree by name, tied ones in each place."""
-    return {name: x.detach() for name, x in zip(tree.paths(tree.flatten(params)[1]), tree.leaves(params), strict=True)}
+    return {name: x.detach() for name, x in zip(tree.paths(params), tree.leaves(params), strict=True)}
 
 
 def saved(folder: Path) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 import fshard
-from fshard import tree
+from fshard.core import tree
 
 
 def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -100,7 +100,7 @@ def zoo(p: Any, x: torch.Tensor, names: list[str]) -> fshard.Sum:
 def plain(loss: Any, params: Any, frozen: list[str], x: torch.Tensor) -> dict[str, torch.Tensor]:
     """Gradients in plain torch, by path: zeros for what is not used."""
     flat, spec = tree.flatten(params)
-    own = {path: leaf.clone() for path, leaf in zip(tree.paths(spec), flat, strict=True)}
+    own = {path: leaf.clone() for path, leaf in zip(tree.leaf_paths(spec), flat, strict=True)}
     trained = {k: v.requires_grad_() for k, v in own.items() if k not in frozen and v.dtype != torch.uint8}
     out = loss(tree.unflatten(spec, list(own.values())), x).total
     grads = torch.autograd.grad(out, list(trained.values()), allow_unused=True, materialize_grads=True)
@@ -124,8 +124,8 @@ def differences(mesh: Any, losses: dict[str, Any], params: Any, frozen: list[str
             _, grads = fshard.value_and_grad(loss, reduce=False)(sharded, x)
             whole, spec = tree.flatten(fshard.gather_params(grads.local))
             expected = plain(loss, params, frozen, x)
-            assert set(tree.paths(spec)) == set(expected)
-            for path, grad in zip(tree.paths(spec), whole, strict=True):
+            assert set(tree.leaf_paths(spec)) == set(expected)
+            for path, grad in zip(tree.leaf_paths(spec), whole, strict=True):
                 if not torch.equal(grad, expected[path]) or grad.dtype != expected[path].dtype:
                     found.append((strategy, name, path, grad, expected[path]))
     return found

@@ -113,8 +113,8 @@ def plans(draw: Any, params: Any, policies: st.SearchStrategy[Any] | None = None
     """
     flat, spec = tree.flatten(params)
     subtrees = [".".join(path) for path, node, _ in tree.walk(spec) if path and node.num_leaves]
-    leaves = [path for path in tree.paths(spec) if path]
-    origins = dict(zip(tree.paths(spec), first_places(flat, tree.paths(spec)), strict=True))
+    leaves = [path for path in tree.leaf_paths(spec) if path]
+    origins = dict(zip(tree.leaf_paths(spec), first_places(flat, tree.leaf_paths(spec)), strict=True))
     trained = next((origins[path] for path, x in zip(origins, flat, strict=True) if x.is_floating_point()), None)
     kept = dict(draw(st.sampled_from(PARTITIONS)))
     units = draw(st.none() | st.integers(1, 20) | _some(subtrees))

@@ -413,7 +413,7 @@ def test_losses_are_values() -> None:
     assert c + c == 2 * c == Sum(torch.tensor(4.0))
     assert repr(a + c) == f"Terms(terms=({a!r}, {c!r}))"
     flat, spec = tree.flatten({"loss": a + b})
-    assert tree.paths(spec) == ["loss.0.total", "loss.0.count", "loss.1.total", "loss.1.count"]
+    assert tree.leaf_paths(spec) == ["loss.0.total", "loss.0.count", "loss.1.total", "loss.1.count"]
     assert tree.unflatten(spec, flat)["loss"] == a + b
     assert is_loss(tree.map(lambda x: x, a + b))
 

@@ -261,7 +261,7 @@ def test_a_leaf_has_its_path_where_ranks_own_leaves(ranks: int) -> None:
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         leaves, spec = tree.flatten(grads)
-        rates = [0.1 if path == "b.head" else 1.0 for path in tree.paths(spec)]
+        rates = [0.1 if path == "b.head" else 1.0 for path in tree.leaf_paths(spec)]
         return tree.unflatten(spec, [-rate * x for rate, x in zip(rates, leaves, strict=True)]), state
 
     whole = {"a": torch.ones(3), "b": {"head": torch.ones(2), "w": torch.ones(2, 2)}}

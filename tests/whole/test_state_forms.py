@@ -415,7 +415,7 @@ def by_hand(tx: Any, first: Tensor) -> dict[str, Any]:
             p = optim.apply_updates(p, updates)
     leaves, spec = tree.flatten(state)
     tensors = [torch.tensor(x, dtype=F64) if isinstance(x, float) else x for x in leaves]
-    return dict(zip(tree.paths(spec), tensors, strict=True))
+    return dict(zip(tree.leaf_paths(spec), tensors, strict=True))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
