@@ -218,7 +218,9 @@ class Compiled:
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """Call the compiled function. Raises ValueError for arguments of another signature."""
-        leaves, spec = flat_call(*tree.in_order_of(self.interface.signature.spec, (args, kwargs)))
+        (leaves, spec), known = flat_call(args, kwargs), self.interface.signature.spec
+        if spec != known:
+            leaves, spec = flat_call(*tree.in_order_of(known, (args, kwargs)))
         if self.interface.has_gradient or any(map(func_levels.is_dual, leaves)):
             raise TypeError(
                 "compiled: the result requires a gradient, which a graph does not pass on: compile the function that "

@@ -15,7 +15,8 @@ from support.worlds import gloo, simulated
 from torch import Tensor
 
 import fshard
-from fshard import MismatchError, gather_params, optim, tree
+from fshard import MismatchError, gather_params, optim
+from fshard.core import tree
 from fshard.wire import Float8, Identity, Int8, pack, unpack
 
 over_wires = pytest.mark.parametrize("name", WIRES)

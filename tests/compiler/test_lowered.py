@@ -17,9 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 import fshard
-from fshard import AbstractMesh, optim, tree
+from fshard import AbstractMesh, optim
 from fshard.comm import primitives, process_groups
 from fshard.comm.mesh import MESHES
+from fshard.core import tree
 from fshard.graph.memory import footprint
 
 WORLDS = {"2": (1, 2), "3": (1, 3), "2x2": (2, 2)}

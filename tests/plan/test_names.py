@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import fshard
-from fshard import optim, tree
+from fshard import optim
+from fshard.core import tree
 from fshard.plan.units import select_units
 from fshard.testing import simulate
 

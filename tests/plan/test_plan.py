@@ -15,8 +15,9 @@ from support.worlds import gloo, simulated
 from torch import Tensor
 
 import fshard
-from fshard import gather_params, make_plan, shard_params, tree
+from fshard import gather_params, make_plan, shard_params
 from fshard.comm.mesh import coordinate
+from fshard.core import tree
 from fshard.sharding.sharded import whole_view
 from fshard.wire import Int8
 

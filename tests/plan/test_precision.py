@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard
-from fshard import DynamicLossScale, Policy, optim, tree
+from fshard import DynamicLossScale, Policy, optim
 from fshard.comm import primitives
+from fshard.core import tree
 
 MIXED = "storage=f32,compute=bf16; blocks.*.scale: compute=f32; unused: compute=f64,reduce=f32"
 POLICIES = {

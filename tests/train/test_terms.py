@@ -13,8 +13,9 @@ from support.worlds import gloo, simulated
 from torch import Tensor
 
 import fshard
-from fshard import Mean, Sum, optim, tree
+from fshard import Mean, Sum, optim
 from fshard.comm import primitives
+from fshard.core import tree
 from fshard.core.losses import is_loss
 from fshard.testing import oracle, whole_state
 from fshard.testing.replaying import _loss_gradients

@@ -11,8 +11,9 @@ from support.worlds import simulated
 from torch import Tensor
 
 import fshard
-from fshard import optim, tree
+from fshard import optim
 from fshard.compiler.trace import TraceError
+from fshard.core import tree
 
 torchopt = pytest.importorskip("torchopt")
 LR, STEPS, CLOSE = 0.1, 3, 1e-9

@@ -12,7 +12,8 @@ from support.worlds import simulated
 from torch import Tensor
 
 import fshard
-from fshard import optim, tree
+from fshard import optim
+from fshard.core import tree
 
 Pair = tuple[Callable[..., Any], Callable[..., Any]]
 F64 = torch.float64
