@@ -112,19 +112,19 @@ def _first_argument(traced: Trace) -> tuple[tree.Spec, Trace]:
             "arguments alone. Pass it without its name."
         )
     first = arguments.child(0)
-    if first not in _first_results(traced):
-        out = tree.unflatten(traced.out_spec, range(len(traced.results)))
-        same = tree.in_order_of(first, out)
-        if same is out and type(out) in (tuple, list) and out:
-            same = type(out)([tree.in_order_of(first, out[0]), *out[1:]])
+    if first in _first_results(traced):
+        return first, traced
+    out = tree.unflatten(traced.out_spec, range(len(traced.results)))
+    several = [type(out)([tree.in_order_of(first, out[0]), *out[1:]])] if type(out) in (tuple, list) and out else []
+    for same in (tree.in_order_of(first, out), *several):
         numbers, form = tree.flatten(same)
-        traced = replace(traced, results=tuple(traced.results[number] for number in numbers), out_spec=form)
-    if first not in _first_results(traced):
-        raise ValueError(
-            "jit(donate=True): the function must give back, first of all, a tree of the structure of its first "
-            f"argument, {first}: it gives {traced.out_spec}. Use donate=False."
-        )
-    return first, traced
+        ordered = replace(traced, results=tuple(traced.results[number] for number in numbers), out_spec=form)
+        if first in _first_results(ordered):
+            return first, ordered
+    raise ValueError(
+        "jit(donate=True): the function must give back, first of all, a tree of the structure of its first "
+        f"argument, {first}: it gives {traced.out_spec}. Use donate=False."
+    )
 
 
 def _first_results(traced: Trace) -> list[tree.Spec]:

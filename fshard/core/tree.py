@@ -121,7 +121,7 @@ def in_order_of(spec: Spec, tree: Tree) -> Tree:
     inner = dict(zip(spec.entries(), spec.children(), strict=True))
     if type(tree) is dict and inner.keys() == tree.keys():
         return {key: in_order_of(child, tree[key]) for key, child in inner.items()}
-    if form.is_leaf() or form.num_children != len(inner):
+    if (form.type, form.num_children) != (spec.type, len(inner)):
         return tree
     return unflatten(form, [in_order_of(*pair) for pair in zip(inner.values(), children, strict=True)])
 

@@ -345,7 +345,7 @@ def test_a_trial_compares_what_vmap_batches(apart: bool):
 
         tx = optim.Transform(lambda p: (), update)
         new, _ = tx.step(sharded, tx.init(sharded), sharded)
-        return tree.dot(new, new)
+        return fshard.tree.dot(new, new)
 
     def on_rank(mesh: Any) -> Tensor:
         sharded = fshard.shard_params(start(), fshard.make_plan(start(), mesh))
