@@ -392,10 +392,9 @@ def predict(fn: Callable[..., Tree]) -> Callable[..., Tree]:
 
     `fn(params, *args, **kwargs)` is written for one device, as a loss: touching a unit of `params`, or of a `Sharded`
     among the other arguments, gathers the unit. `fn` returns any tree; floating tensors are cast to the policy's
-    `output`. Nothing is summed or averaged: ranks may give different numbers of rows.
-    A dataclass that is no tree node comes back as is, and may share
-    memory with parameters. If parameters are cut, all ranks must make the call, and read the same units (else
-    RuntimeError). For a module: `predict(lambda p, x: apply.eval(p, buffers, x)[0])`.
+    `output`. Nothing is summed or averaged: ranks may give different numbers of rows. A dataclass that is no tree node
+    comes back as is, and may share memory with parameters. If parameters are cut, all ranks must make the call, and
+    read the same units (else RuntimeError). For a module: `predict(lambda p, x: apply.eval(p, buffers, x)[0])`.
 
     >>> predict(lambda w, x: x @ w)(shard_of(torch.tensor([1.0, 2.0])), torch.tensor([[3.0, 4.0]]))
     tensor([11.])

@@ -47,7 +47,7 @@ class TrainState:
     - `opt_state`: the optimizer's state, cut over the plan's `state_over`.
     - `loss_scale`: a scaler.
     - `step`: the number of steps taken, skipped updates included (int64, on the host).
-    - `rng`: the seed of all random numbers (int64, on the host).
+    - `rng`: the `seed` given to `init_state` (int64, on the host).
     - `extra`: any tree of yours; with `train_step(with_extra=True)`, the loss's last extra.
     """
 
