@@ -282,6 +282,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Setting:
+    """The plans and options of one graph."""
+
     plans: Sequence[Plan]
     options: Options
 

@@ -81,7 +81,7 @@ def check_positive(name: str, value: object, tensors: bool = True) -> None:
         return
     if not is_number(value):
         raise TypeError(wrong(name, value, expected))
-    if not value > 0:  # true also for NaN
+    if not value > 0:  # or NaN
         raise ValueError(wrong(name, value, expected))
 
 
@@ -140,7 +140,7 @@ def check_hyperparams(optimizer: str, rate: object = 0.0, **numbers: object) -> 
         expected += " (or a 0-d tensor, or a schedule)" if name == "lr" else " (or a 0-d tensor)"
         if not is_number(value):
             raise TypeError(f"optim.{optimizer}: {wrong(name, value, expected)}")
-        if not least <= value < below:  # true also for NaN
+        if not least <= value < below:  # or NaN
             raise ValueError(f"optim.{optimizer}: {wrong(name, value, expected)}")
 
 

@@ -49,7 +49,7 @@ class MemoryRanges:
     """Address ranges of storages: storages may share memory (torch.from_numpy, DLPack)."""
 
     def __init__(self, held: Tree):
-        # of ranges: sorted, disjoint
+        # sorted, disjoint
         self._starts, self._ends = list[int](), list[int]()
         for row in _with_storage(held):
             self.add(address_range(row.untyped_storage()))
@@ -140,7 +140,6 @@ def packed_size(held: Held) -> int:
 
 
 def unpack_bytes(data: Tensor, held: Held) -> list[Tensor]:
-    """Return flat views of `data`."""
     tensors = list[Tensor]()
     for dtype, numel in held:
         tensors.append(from_bytes(data[: dtype.itemsize * numel], dtype))  # (numel,)

@@ -178,7 +178,7 @@ class Lazy(Branch, tree.StandIn):
 
 def _one_level(spec: tree.Spec) -> tree.Spec:
     level = spec.one_level()
-    assert level is not None  # a leaf has no level
+    assert level is not None
     return level
 
 
