@@ -187,7 +187,7 @@ def fixed(x: Any) -> ValueKey:  # Any: mypy does not narrow by `is_mesh`
     if is_mesh(x):  # by name: meshes of different ranks or simulated worlds may be equal by ==
         return kind, MESHES.of(x)
     # by content, if the object equals only itself
-    inside = parts if isinstance(x, FunctionType | MethodType) else static
+    inside = parts if isinstance(x, FunctionType | MethodType) else of_metadata
     return kind, _content(x, {}, inside) if kind.__hash__ in _BY_IDENTITY else x, *more
 
 
@@ -236,7 +236,7 @@ def _of_metadata(x: object, seen: _Seen) -> object:
     if type(x) in (int, str, type(None)):  # such a value equals no other key
         return x
     try:
-        return _content(x, seen, static)
+        return _content(x, seen, of_metadata)
     except RecursionError:  # a list that contains itself
         return _Same(x)
 
@@ -253,7 +253,7 @@ class _Same:
 
 
 _Seen = dict[int, tuple[int, object]]  # (number, object) by id, for objects met before in one variable
-Inside = Callable[[object], Iterable[object] | None]  # `parts` or `static`
+Inside = Callable[[object], Iterable[object] | None]  # `parts` or `of_metadata`
 
 
 Inputs = dict[tuple[int, str], list[Tensor]]  # by `Capture.identity`
@@ -310,7 +310,7 @@ def parts(x: object) -> Iterable[object] | None:
     return None if isinstance(saved, str) else [list(y) if isinstance(y, Iterator) else y for y in saved]
 
 
-def static(x: object) -> Iterable[object] | None:
+def of_metadata(x: object) -> Iterable[object] | None:
     """Return the parts to compare of an object in metadata: the result of `parts`, or else all attributes."""
     if isinstance(x, FunctionType):
         cells = [Capture("", cell, "").read() for cell in x.__closure__ or ()]
@@ -342,7 +342,7 @@ def _of_ours(x: object, seen: _Seen) -> object:
         return x
     # Compare a plan by identity: == of its arrays gives no bool. A subtree's position stands for its structure.
     place = x if not isinstance(x, View) else (_Same(home), x.over, x.kinds, x.first, x.spec.num_nodes, x.units)
-    return place, *(_content(y, seen, static) for y in more)
+    return place, *(_content(y, seen, of_metadata) for y in more)
 
 
 def _changing(home: Plan | Layout) -> tuple[object, ...]:
@@ -387,7 +387,7 @@ def _content(value: Any, seen: _Seen, inside: Inside = parts) -> object:
         return type(value), len(value), frozenset(_content(x, seen, inside) for x in value)
     if is_mesh(value):
         return MESHES.of(value)
-    if inside is static and type(value).__module__.startswith("fshard."):
+    if inside is of_metadata and type(value).__module__.startswith("fshard."):
         return _of_ours(value, seen)
     if id(value) in seen:
         return seen[id(value)][0]

@@ -1,4 +1,4 @@
-"""Patterns of paths: `*` is one component, `**` any number of them."""
+"""Patterns of paths."""
 
 from __future__ import annotations
 

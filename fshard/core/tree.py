@@ -110,7 +110,7 @@ def with_tensors(leaves: Sequence[object], tensors: Iterable[Tensor]) -> list[ob
 
 
 def in_order_of(spec: Spec, tree: Tree) -> Tree:
-    """Return `tree` with the keys of its dicts in the order of `spec`, for dicts with the same keys.
+    """Return `tree`, the keys of its dicts in the order of `spec`.
 
     >>> in_order_of(flatten({"a": 1, "b": 2})[1], {"b": 3, "a": 4})
     {'a': 4, 'b': 3}
@@ -369,7 +369,7 @@ _STATIC = "fshard.tree.static"  # marks a field by its metadata
 
 
 def static(default: Any = MISSING) -> Any:
-    """Return a dataclass field that is no child of its `node`, but part of the structure: a width, an activation."""
+    """Return a field of a `node` that is part of the structure, as metadata: a width, an activation."""
     return field(default=default, metadata={_STATIC: True})
 
 
@@ -377,8 +377,8 @@ def static(default: Any = MISSING) -> Any:
 def node(cls: type[T]) -> type[T]:
     """Make a dataclass a node: each field is a child, or `static`.
 
-    A class that is no dataclass becomes one, with `dataclass(eq=False)`. Each subclass needs the decorator, too. Static
-    values are compared (`==`) where structures are: TypeError for a tensor or an array among them.
+    Other classes first become dataclasses (`eq=False`). Subclasses need the decorator, too. Static values are compared
+    by `==`: TypeError for tensors and arrays.
 
     >>> @tree.node
     ... class Linear:
@@ -390,7 +390,7 @@ def node(cls: type[T]) -> type[T]:
     >>> value_and_grad(lambda p, x: p["out"](x).sum())(params, torch.ones(3, 2))[0]
     tensor(0.)
 
-    Source: Equinox (Kidger and Garcia, 2021), `eqx.Module` and `eqx.field(static=True)`.
+    Source: Equinox (Kidger and Garcia, 2021).
     """
     if "__dataclass_fields__" not in vars(cls):
         cls = dataclass(eq=False)(cls)
@@ -454,7 +454,7 @@ def children(spec: Spec) -> Iterator[tuple[Spec, int]]:
 
 
 def paths(tree: Tree) -> list[str]:
-    """Return the dotted path of every leaf, in the order of use. TypeError for a structure (of `flatten`).
+    """Return the dotted path of every leaf, in the order of use.
 
     >>> tree.paths({"b": 1, "a": [2, 3]})
     ['b', 'a.0', 'a.1']

@@ -31,7 +31,7 @@ from .tape import Tape
 from .travel import Gradients, settle
 from .under_way import Gathered
 
-Given = tuple[Sequence[Tree], Mapping[str, Tree]]  # a loss's arguments after the parameters: args, kwargs
+Given = tuple[Sequence[Tree], Mapping[str, Tree]]  # a loss's args and kwargs
 
 
 class Observer(Protocol):
@@ -340,7 +340,7 @@ def value_and_grad(
     """`fn(sharded, *args, **kwargs) -> (value, grads)`: the loss over all ranks, and its gradient.
 
     `loss_fn(params, *args, **kwargs)` is written for one device. Touching a unit of `params` gathers the unit; so does
-    touching a unit of a `Sharded` among the other arguments (say a teacher's), without a gradient. The loss is
+    touching a unit of a `Sharded` among other arguments (a teacher's), without a gradient. The loss is
     `Mean(total, count)`, `Sum(total)`, a sum of these, or a plain 0-d tensor, averaged over ranks. Gradients are cut
     over `grads_over`; with `reduce=False` they are this rank's own, as `Unreduced`. Unused leaves get zeros. With
     `has_aux` the loss returns `(loss, aux)`, and `fn` returns `((value, aux), grads)`; `reduction` as for `train_step`.

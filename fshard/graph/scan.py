@@ -23,14 +23,14 @@ def scan(
     """Call `body` for each unit with the carry of the last call: a loop that `jit` traces once for equal layers.
 
     Rule: for each unit, `carry, y = body(unit, carry)`, or `body(unit, carry, x)` with `x` a row of `xs`. Without
-    `units` (a loop over time, or over steps): for each row of `xs`, `carry, y = body(carry, x)`. Returns the last
+    `units` (a loop over time): for each row of `xs`, `carry, y = body(carry, x)`. Returns the last
     carry, and `ys`, all `y` stacked.
 
     - `body`: returns the new carry, or (carry, y). It must be pure: it returns all values that other code reads, takes
       numbers that differ between units from `xs`, and does not compare tensors by identity.
     - `carry`: a tree; the body keeps its structure.
     - `units`: a list of trees, such as `params["blocks"]` in a loss, where the plan gathers each unit.
-    - `xs`: a tree of tensors (len(units), ...), or, without `units`, of equally many rows. `ys` is such a tree, or None
+    - `xs`: a tree of tensors (len(units), ...), of any number of rows without `units`. `ys` is such a tree, or None
       without calls or `y`.
 
     Eagerly, `scan` is the loop. `jit` calls the body for two units, traces it, and copies the trace for all units of
@@ -52,7 +52,7 @@ def scan(
     check_function("scan: body", body, expected, "A module's is module.forward.")
     if not isinstance(units, list | tuple | None):
         raise TypeError(wrong("scan: units", units, "a list of trees", "A stacked leaf is cut by x.unbind()."))
-    rows = _rows(xs, _num_rows(xs) if units is None else len(units))
+    rows = _rows_of_xs(xs, _num_rows(xs) if units is None else len(units))
     call = Repeated(body) if can_record() and len(rows) > _FEW else body
     ys: list[Tree] = []
     for number, row in enumerate(rows):
@@ -69,7 +69,7 @@ def _num_rows(xs: Tree) -> int:
     return sizes[0]
 
 
-def _rows(xs: Tree, count: int) -> Sequence[tuple[Tree, ...]]:
+def _rows_of_xs(xs: Tree, count: int) -> Sequence[tuple[Tree, ...]]:
     leaves, spec = tree.flatten(xs)
     for path, x in zip(tree.leaf_paths(spec), leaves, strict=True):
         expect(f"scan: xs{_at(path)}", x, isinstance(x, Tensor), "a tensor with a row for each call")

@@ -117,8 +117,7 @@ def oracle(
 
     def step(state: TrainState, batches: Sequence[Tree], *args: Tree, **kwargs: Tree) -> Result:
         _check_batches(batches)
-        loss_of_rank = partial(loss_fn, **kwargs)
-        whole = _whole(state.params, frozen, policy)
+        whole, named = _whole(state.params, frozen, policy), partial(loss_fn, **kwargs)
         device = next((x.device for x in whole.values.values()), torch.device("cpu"))
 
         def forwards(rank: int, batch: Tree) -> list[_Out]:
@@ -126,7 +125,7 @@ def oracle(
             for i, part in enumerate(_micro_batches(batch, accumulate)):
                 loss_args = [*[extra] * with_extra, part, *args]
                 with seeded(state.rng, state.step, rank, i, device):
-                    row.append(_rank_forward(loss_of_rank, whole, loss_args, policy, (has_aux, with_extra)))
+                    row.append(_rank_forward(named, whole, loss_args, policy, (has_aux, with_extra)))
                 extra = row[-1].extra
             return row
 
