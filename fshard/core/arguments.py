@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TypeGuard
@@ -95,10 +95,10 @@ def check_function(name: str, value: object, what: str, remedy: str = "") -> Non
         raise TypeError(wrong(name, value, f"{what}, a function", remedy))
 
 
-def check_predicate(name: str, fn: object, expected: str) -> None:
+def check_predicate(name: str, fn: Callable[..., object], expected: str) -> None:
     """TypeError unless `fn` takes two arguments, the first a path."""
     try:
-        signature = inspect.signature(fn)  # type: ignore[arg-type]
+        signature = inspect.signature(fn)
     except (TypeError, ValueError):  # a function in C may have none
         return
     try:

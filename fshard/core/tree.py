@@ -368,7 +368,7 @@ def _field_names(cls: type) -> list[str]:
 _STATIC = "fshard.tree.static"  # marks a field by its metadata
 
 
-def static(default: Any = MISSING) -> Any:
+def static(default: Tree = MISSING) -> Tree:
     """Return a field of a `node` that is part of the structure, as metadata: a width, an activation."""
     return field(default=default, metadata={_STATIC: True})
 
@@ -392,11 +392,10 @@ def node(cls: type[T]) -> type[T]:
 
     Source: Equinox (Kidger and Garcia, 2021).
     """
-    if "__dataclass_fields__" not in vars(cls):
-        cls = dataclass(eq=False)(cls)
-    known = {x.name: _STATIC in x.metadata for x in dataclass_fields(cls)}  # type: ignore[arg-type]
-    register_fields(cls, [name for name in known if not known[name]], [name for name in known if known[name]])
-    return cls
+    made: Tree = cls if "__dataclass_fields__" in vars(cls) else dataclass(eq=False)(cls)
+    known = {x.name: _STATIC in x.metadata for x in dataclass_fields(made)}
+    register_fields(made, [name for name in known if not known[name]], [name for name in known if known[name]])
+    return made
 
 
 def _check_static(cls: type, name: str, value: Metadata) -> None:

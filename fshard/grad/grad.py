@@ -31,7 +31,7 @@ from .tape import Tape
 from .travel import Gradients, settle
 from .under_way import Gathered
 
-Given = tuple[Sequence[Tree], Mapping[str, Tree]]  # a loss's args and kwargs
+Given = tuple[Sequence[Tree], Mapping[str, Tree]]
 
 
 class Observer(Protocol):
@@ -391,7 +391,7 @@ def predict(fn: Callable[..., Tree]) -> Callable[..., Tree]:
     """`predicted(sharded, *args, **kwargs)`: this rank's result of any function of the parameters, without a gradient.
 
     `fn(params, *args, **kwargs)` is written for one device, as a loss: touching a unit of `params`, or of a `Sharded`
-    among the other arguments, gathers the unit. `fn` returns any tree; floating tensors are cast to the policy's
+    among the other arguments, gathers the unit. `fn` returns a tree, its floating tensors cast to the policy's
     `output`. Nothing is summed or averaged: ranks may give different numbers of rows. A dataclass that is no tree node
     comes back as is, and may share memory with parameters. If parameters are cut, all ranks must make the call, and
     read the same units (else RuntimeError). For a module: `predict(lambda p, x: apply.eval(p, buffers, x)[0])`.

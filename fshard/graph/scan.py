@@ -30,7 +30,7 @@ def scan(
       numbers that differ between units from `xs`, and does not compare tensors by identity.
     - `carry`: a tree; the body keeps its structure.
     - `units`: a list of trees, such as `params["blocks"]` in a loss, where the plan gathers each unit.
-    - `xs`: a tree of tensors (len(units), ...), of any number of rows without `units`. `ys` is such a tree, or None
+    - `xs`: a tree of tensors (len(units), ...), or of equal length. `ys` is such a tree, or None
       without calls or `y`.
 
     Eagerly, `scan` is the loop. `jit` calls the body for two units, traces it, and copies the trace for all units of

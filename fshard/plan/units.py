@@ -92,7 +92,7 @@ def _check_where(name: str, where: object) -> None:
         expected = "path patterns such as 'blocks.*' (one, or a list), or a predicate (path, subtree) -> bool"
         expected += ", or a whole number of elements" * (name == "units") + _STATE * (name == "offload")
         raise TypeError(wrong(name, where, expected))
-    if predicate:
+    if callable(where):
         check_predicate(name, where, "(path, subtree) -> bool")
 
 

@@ -167,7 +167,7 @@ def test_a_rank_that_has_all_parameters_predicts_alone():
 def test_errors():
     """A module, a plain tree, or parameters given to a module outside of a loss would fail somewhere inside."""
     apply, params, buffers = fshard.module.functionalize(nn.Linear(2, 1))
-    with pytest.raises(TypeError, match=r"fn=.*expected fn\(params, \*args\), a function.*functional_call"):
+    with pytest.raises(TypeError, match=r"fn=.*expected fn\(params, \*args, \*\*kwargs\), a function.*functional_call"):
         fshard.predict(nn.Linear(2, 1))
     with pytest.raises(TypeError, match=r"expected a Sharded, got dict: call fshard\.shard_params"):
         fshard.predict(lambda p: p)(params)
