@@ -15,7 +15,6 @@ from typing import Protocol
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from ..core import tree
 from ..core.tree import Tree
 
 Traced = Callable[["_Step", Tree, Tree], tuple[list[Tensor], Tree]]
@@ -54,11 +53,9 @@ def like(x: Tree, leaves: list[Tensor]) -> Tree:
 
 
 def _run_step(step: _Step, state: Tree, given: Tree) -> tuple[list[Tensor], Tree]:
-    old, (args, kwargs) = with_none(state), with_none(given)
-    new, metrics = step.run(old, *args, **kwargs)
-    # `like` puts the leaves into the old state
-    new = tree.in_order_of(tree.flatten(old)[1], new)
-    return pytree.tree_leaves(without_none(new)), without_none(metrics)
+    args, kwargs = with_none(given)
+    state, metrics = step.run(with_none(state), *args, **kwargs)
+    return pytree.tree_leaves(without_none(state)), without_none(metrics)
 
 
 @cache
