@@ -369,7 +369,14 @@ _STATIC = "fshard.tree.static"  # marks a field by its metadata
 
 
 def static(default: Tree = MISSING) -> Tree:
-    """Return a field of a `node` that is part of the structure, as metadata: a width, an activation."""
+    """Return a field of a `node`, with a `default`, that is metadata: a width, an activation.
+
+    >>> @tree.node
+    ... class Scale:
+    ...     by: float = tree.static(2.0)
+    >>> tree.leaves(Scale()), Scale(3.0)
+    ([], Scale(by=3.0))
+    """
     return field(default=default, metadata={_STATIC: True})
 
 
@@ -377,8 +384,8 @@ def static(default: Tree = MISSING) -> Tree:
 def node(cls: type[T]) -> type[T]:
     """Make a dataclass a node: each field is a child, or `static`.
 
-    Other classes first become dataclasses (`eq=False`). Subclasses need the decorator, too. Static values are compared
-    by `==`: TypeError for tensors and arrays.
+    If `cls` is no dataclass, it becomes one (`eq=False`). Subclasses need the decorator, too. Static values are
+    compared by `==`: TypeError for tensors and arrays.
 
     >>> @tree.node
     ... class Linear:
