@@ -34,7 +34,7 @@ def fit(params: fshard.Sharded, apply: Any, text: bytes, mesh: Any, args: Any, n
         return apply(params, {}, input_ids=tokens, labels=tokens)[0].loss
 
     tx, data, rank = fshard.optim.adamw(3e-3), torch.tensor(list(text)), mesh.get_rank()
-    step = fshard.train_step(loss, tx, clip_norm=1.0, reduction="tree", donate=True)
+    step = fshard.train_step(loss, tx, clip_norm=1.0, reduction=fshard.reduction.TreeSums(slices=2), donate=True)
     state, losses = fshard.init_state(params, tx, seed=1), list[float]()  # the seed is that of dropout
     generator = torch.Generator().manual_seed(0)  # the same on all ranks, each of which takes its rows
     for _ in track(range(args.steps), name, disable=rank > 0):
@@ -58,7 +58,7 @@ def run(mesh: Any, args: Any) -> None:
         module = hf.GPT2LMHeadModel(CONFIG).train()
     module.activation_checkpointing_enable({"use_reentrant": False})
     apply, shapes, _ = fshard.module.functionalize(module)
-    plan = fshard.make_plan(shapes, mesh, units=apply.units(GPT2Block), slices=2)
+    plan = fshard.make_plan(shapes, mesh, units=apply.units(GPT2Block))
     load = fshard.checkpoint.load_safetensors
     base = load(args.model, plan) if args.model else fit(apply.init(plan), apply, HELP, mesh, args, "base")
     fit(base, apply, SOURCE, mesh, args, "tuned")

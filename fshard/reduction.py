@@ -12,7 +12,7 @@ from .comm.primitives import broadcast as start_broadcast
 from .comm.primitives import reduce_scatter as start_reduce_scatter
 from .comm.primitives import scatter as start_scatter
 from .comm.ranks import Pending, Ranks
-from .comm.reduction import Gather, Reduction, Sums
+from .comm.reduction import Gather, Reduction, Sums, TreeSums
 from .derivatives.unreduced import unreduced
 from .layout.pieces import Unreduced
 
@@ -22,6 +22,7 @@ __all__ = [
     "Ranks",
     "Reduction",
     "Sums",
+    "TreeSums",
     "Unreduced",
     "start_all_gather",
     "start_all_reduce",

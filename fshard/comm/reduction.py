@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..core.arguments import check_whole
 from . import primitives
 from .ranks import Pending, Ranks
 
@@ -91,7 +92,21 @@ def tree_sum(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class TreeSums:
-    """Sums in a tree (Note [The same bits on any number of ranks])."""
+    """Sums in a tree: a step has the same bits on 1, 2, 4, ... ranks.
+
+    `slices`: a power of two, at least the largest number of ranks of a run. A step cuts the batch of all ranks into at
+    most so many slices, and adds the gradients of slices in pairs (Note [Slices] in `train/slices.py`).
+
+    >>> import fshard
+    >>> step = fshard.train_step(lambda w, x: (w * x).sum(), fshard.optim.sgd(0.1), reduction=TreeSums(slices=16))
+    """
+
+    slices: int = 8
+
+    def __post_init__(self) -> None:
+        check_whole("slices", self.slices, what="a power of two")
+        if self.slices.bit_count() > 1:
+            raise ValueError(f"slices={self.slices}: expected a power of two, the most ranks a run may ever have")
 
     def reduce_scatter(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
         if ranks.built_in is not None:  # one collective, and log2 W kernels

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 from ..comm.mesh import Axes
@@ -11,14 +11,55 @@ from ..core.arguments import wrong
 from ..layout.rules import COPIES, Rule
 from .units import fitting, no_unit
 
+Over = str | Sequence[str] | None  # names of axes; None: left out
 Regather = bool | str | Sequence[str]  # True: gather a unit again; False: keep it; axes: keep a copy cut over these
 
 
-def partitions(sizes: dict[str, int], *overs: str | Sequence[str]) -> dict[str, Axes]:
+_OVERS = ("params_over", "grads_over", "state_over")
+# by strategy: how many of the partitions, from the parameters on, are whole on every rank
+STRATEGIES = {"ddp": 3, "zero1": 2, "zero2": 1, "zero3": 0, "hsdp": 0, "hsdp-all": 0}
+
+
+def overs_of(sizes: Mapping[str, int], strategy: str | None, regather: object, overs: Sequence[Over]) -> list[Over]:
+    """Return the three `_over` arguments. A strategy replaces them; else the axis of shards replaces None."""
+    if strategy is None:
+        return [_shard_axis(sizes) if over is None else over for over in overs]
+    if strategy not in [*STRATEGIES]:
+        raise ValueError(f"strategy={strategy!r}: expected one of {_texts(STRATEGIES)}, or None")
+    given = [name for name, over in zip(_OVERS, overs, strict=True) if over is not None]
+    if given := given + ["regather"] * (regather is not True):
+        raise ValueError(f"strategy={strategy!r}: it says {given[0]} already. Leave out the strategy, or {given[0]}=")
+    if strategy.startswith("hsdp") and sizes and "replicate" not in sizes:
+        remedy = "init_device_mesh(..., mesh_dim_names=('replicate', 'shard')), or strategy='zero3'"
+        raise ValueError(
+            f"strategy={strategy!r}: the mesh has no axis 'replicate', it has {_texts(sizes)}. Use {remedy}"
+        )
+    whole, axis = STRATEGIES[strategy], _shard_axis(sizes)
+    result: list[Over] = [(axis,) if number >= whole else () for number in range(len(_OVERS))]
+    return [*result[:2], ("replicate", axis)] if strategy == "hsdp-all" else result
+
+
+def _shard_axis(sizes: Mapping[str, int]) -> str:
+    """Return the only axis of the mesh, else "shard"."""
+    if len(sizes) == 1:
+        return next(iter(sizes))
+    if sizes and "shard" not in sizes:
+        remedy = "Give params_over, grads_over and state_over: names of axes, or ()"
+        raise ValueError(
+            f"make_plan: the mesh has the axes {_texts(sizes)}: expected one, or an axis 'shard'. {remedy}"
+        )
+    return "shard"
+
+
+def _texts(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def partitions(sizes: dict[str, int], overs: Sequence[Over]) -> dict[str, Axes]:
     """Return each partition's axes. ValueError unless a partition contains the axes of the partition before."""
     result = dict[str, Axes]()
     before: Axes = ()
-    for name, over in zip(("params_over", "grads_over", "state_over"), overs, strict=True):
+    for name, over in zip(_OVERS, overs, strict=True):
         wanted = axes_of(name, over, sizes)
         if len(set(wanted)) < len(wanted) or not set(before) <= set(wanted):
             raise ValueError(
@@ -42,7 +83,7 @@ def axes_of(name: str, over: object, sizes: Mapping[str, int]) -> Axes:
     if unknown := [axis for axis in names if axis not in known]:
         where = "the mesh has no axis" if sizes else "one device has no axis"
         raise ValueError(
-            f"{name}={over!r}: {where} {unknown[0]!r}, it has {', '.join(map(repr, known))}. "
+            f"{name}={over!r}: {where} {unknown[0]!r}, it has {_texts(known)}. "
             "Name one of those, or give init_device_mesh other mesh_dim_names."
         )
     return tuple(names) if sizes else ()

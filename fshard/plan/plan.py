@@ -147,7 +147,6 @@ class Plan:
     param_wire: Wire | None = None
     grad_wire: Wire | None = None
     together: bool = False
-    slices: int = 8
     gather: Gather | None = None
     prefetch: int | None = None
     data: Axes = ()  # batches differ along these axes
@@ -365,7 +364,7 @@ class Plan:
         lines.append(f"params_over={self.params_over} grads_over={self.grads_over} state_over={self.state_over}")
         lines.append(f"block={self.block} policy={self.policy}")
         lines.append(f"param_wire={self.param_wire} grad_wire={self.grad_wire} together={self.together}")
-        lines.append(f"slices={self.slices} gather={self.gather} prefetch={self.prefetch} data={self.data}")
+        lines.append(f"gather={self.gather} prefetch={self.prefetch} data={self.data}")
         return re.sub(r" at 0x[0-9a-f]+", "", "\n".join([*lines, f"tree {self.spec}"]))  # addresses differ by process
 
     def _leaf_lines(self) -> list[str]:
@@ -427,9 +426,20 @@ class Plan:
         )
 
     def _advice(self) -> list[str]:
+        sizes = self.ahead.sizes
+        return self._largest(sizes) + self._smallest(sizes)
+
+    def _largest(self, sizes: Sequence[int]) -> list[str]:
+        largest = max(sizes, default=0)
+        if self.num_ranks(self.params_over) == 1 or 2 * largest <= sum(sizes):
+            return []
+        name = self.units[sizes.index(largest)].name
+        return [f"Unit {name} is {largest / sum(sizes):.0%} of the parameters, gathered at once: units= can cut it."]
+
+    def _smallest(self, sizes: Sequence[int]) -> list[str]:
         joined = [unit for unit in self.join(_BUCKET).units if unit not in self.units]
         names = {name for unit in joined for name in unit.joined}
-        small = [nbytes for unit, nbytes in zip(self.units, self.ahead.sizes, strict=True) if unit.name in names]
+        small = [nbytes for unit, nbytes in zip(self.units, sizes, strict=True) if unit.name in names]
         is_sent = any(kind.trainable or (self.params_over and not kind.whole) for kind in self.kinds)
         if self.num_ranks(self.axis_names) == 1 or not is_sent or len(small) - len(joined) < _MANY:
             return []

@@ -18,7 +18,7 @@ from ..core.tree import Tree
 from ..hosts.one_host import connected
 from ..layout.layout import Split
 from .leaves import check_tensors, first_places, is_differentiable, read_frozen
-from .partitions import Regather, axes_of, keep_rules, partitions
+from .partitions import Over, Regather, axes_of, keep_rules, overs_of, partitions
 from .plan import Kind, Plan, Slot, Unit, check_plain
 from .precision import Policy, Precision, policy_of, precisions
 from .units import Units, Where, claim_leaves, claim_policies, claim_splits, claim_units
@@ -29,9 +29,10 @@ def make_plan(
     mesh: AnyMesh = None,
     *,
     units: Units = None,
-    params_over: str | Sequence[str] = "shard",
-    grads_over: str | Sequence[str] = "shard",
-    state_over: str | Sequence[str] = "shard",
+    strategy: str | None = None,
+    params_over: Over = None,
+    grads_over: Over = None,
+    state_over: Over = None,
     regather: Regather | Mapping[str, Regather] = True,
     whole: Where = None,
     frozen: Where = None,
@@ -43,23 +44,32 @@ def make_plan(
     param_wire: Wire | None = None,
     grad_wire: Wire | None = None,
     together: bool = False,
-    slices: int = 8,
     gather: Gather | None = None,
     prefetch: int | None = None,
     bucket: int = 0,
 ) -> Plan:
     """Lay `params`, a tree of tensors (real, meta or fake), out over the axes of a mesh.
 
+    Without options each layer is a unit, and parameters, gradients and optimizer state are cut over all ranks (ZeRO-3).
+
+    >>> params = {"embed": torch.zeros(4, 2), "blocks": [torch.zeros(2, 2), torch.zeros(2, 2)]}
+    >>> [unit.name for unit in make_plan(params).units]
+    ['(first)', 'blocks.0', 'blocks.1']
+
     Units and axes:
 
-    - `units`: the subtrees to gather as one unit each. Give dotted path patterns (`*` one component, `**` any number;
-      an existing path means itself), a predicate `(path, subtree) -> bool`, or a number of elements at which a unit is
+    - `units`: the subtrees to gather as one unit each. Left out: repeated siblings, the outermost first. Siblings
+      repeat if their leaves have the same names, shapes and dtypes, and a leaf has two dims; leaves of a list may be
+      siblings. `[]`: all leaves are one unit. Else give dotted path patterns (`*` one component, `**` any number; an
+      existing path means itself), a predicate `(path, subtree) -> bool`, or a number of elements at which a unit is
       full. A tuple of patterns in the list is one unit, adjacent or not (`[("embed", "head"), "blocks.*"]`): this unit
-      stays from its second gather to the end of the forward. Leaves before the first selected leaf are the unit
-      `(first)`, leaves after the last selected leaf the unit `(last)`. Other leaves, and leaves tied across these
-      units, are the unit `(root)`, gathered once for a forward.
+      stays from its second gather to the end of the forward. Leaves before the first selected one are the unit
+      `(first)`, leaves after the last one the unit `(last)`. Other leaves, and leaves tied across these units, are the
+      unit `(root)`, gathered once for a forward.
+    - `strategy`: a word for the next four arguments: "ddp", "zero1", "zero2", "zero3" (the default), "hsdp" (zero3 on a
+      mesh with an axis `replicate`) or "hsdp-all" (hsdp, optimizer state cut over `replicate` as well).
     - `params_over`, `grads_over`, `state_over`: the axes over which parameters, gradients and optimizer state are
-      partitioned. Each argument must include the axes of the argument before.
+      partitioned. Each must include the axes of the argument before. Left out: the only axis of the mesh, else `shard`.
     - `regather`: True frees gathered parameters during the forward, and gathers them again in the backward; False keeps
       them. Names of the last axes of `params_over` (the axis inside a host, say) keep a copy cut over these axes, and
       the backward gathers over these alone. A dict gives each unit its value, by names or patterns of units
@@ -95,7 +105,6 @@ def make_plan(
     - `bucket`: join neighbouring units up to so many bytes; 0 joins none. For a small unit the message costs more than
       its bytes: join units of some kilobytes up to 1 MiB (`1 << 20`). Joined units need two to three times the
       bucket in memory.
-    - `slices`: in a step with `reduction="tree"`, the number of slices (a power of two) of the batch of all ranks.
 
     On a mesh of processes the plans of all ranks are compared.
 
@@ -103,16 +112,12 @@ def make_plan(
     tensors or share part of their memory, plain tensors next to parameters, `frozen` that contradicts `requires_grad`)
     and MismatchError (plans of ranks differ).
 
-    >>> plan = make_plan({"embed": torch.zeros(4, 2), "blocks": [torch.zeros(3), torch.zeros(3)]}, units=["blocks.*"])
-    >>> [unit.name for unit in plan.units]
-    ['(first)', 'blocks.0', 'blocks.1']
-
     Source: the flat parameter of Zhao et al., PyTorch FSDP (2023); the partitions of Rajbhandari et al., ZeRO (2020).
     """
-    _check_arguments(offload, mesh, block, slices, together, param_wire=param_wire, grad_wire=grad_wire)
+    _check_arguments(offload, mesh, block, together, param_wire=param_wire, grad_wire=grad_wire)
     _check_travel(gather, prefetch, bucket)
     sizes, policy = axis_sizes(mesh), policy_of(policy)
-    over = partitions(sizes, params_over, grads_over, state_over)
+    over = partitions(sizes, overs_of(sizes, strategy, regather, (params_over, grads_over, state_over)))
     check_plain("params", params)
     flat, spec = tree.flatten(params)
     paths = tree.leaf_paths(spec)
@@ -138,7 +143,6 @@ def make_plan(
         param_wire=param_wire,
         grad_wire=grad_wire,
         together=together,
-        slices=slices,
         gather=gather,
         prefetch=prefetch,
         data=_data_axes(data, sizes, splits.values(), over["state_over"]),
@@ -176,18 +180,13 @@ def _same_on_ranks(plan: Plan) -> Plan:
     return plan
 
 
-def _check_arguments(
-    offload: Where, mesh: AnyMesh, block: int, slices: int, together: bool, **wires: Wire | None
-) -> None:
+def _check_arguments(offload: Where, mesh: AnyMesh, block: int, together: bool, **wires: Wire | None) -> None:
     if offload is not None and mesh is None:
         raise ValueError(
             f"offload={offload!r}: expected a mesh, which says where to compute, got None. Give a mesh of one rank: "
             "init_device_mesh('cuda', (1,), mesh_dim_names=('shard',))"
         )
     check_whole("block", block, what="a number of elements")
-    check_whole("slices", slices, what="a power of two")
-    if slices.bit_count() > 1:
-        raise ValueError(f"slices={slices}: expected a power of two, the most ranks a run may ever have")
     check_flags(together=together)
     for name, wire in wires.items():
         if wire is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -176,7 +176,8 @@ def claim_units(
         owner = _fill_units(flat, origins, units)
     else:
         where, tuples = _without_tuples(units)
-        for path, first, count in _selector(params, spec, where, "units"):
+        selected = _repeated(spec, flat) if where is None else _selector(params, spec, where, "units")
+        for path, first, count in selected:
             owner[first : first + count] = [path or ROOT] * count  # inner subtrees come later, and win
         owner = _with_ends(owner, origins)
         parts = _together(list(dict.fromkeys(owner)), tuples, spec)
@@ -185,6 +186,28 @@ def claim_units(
     names = list(dict.fromkeys([ROOT, *owner] if ROOT in owner else owner))
     numbers = {name: number for number, name in enumerate(names)}
     return {name: parts.get(name, ()) for name in names}, [numbers[name] for name in owner]
+
+
+def _repeated(
+    node: tree.Spec, flat: Sequence[Tensor], above: tuple[str, ...] = (), first: int = 0
+) -> Iterator[tuple[str, int, int]]:
+    """Yield (path, first leaf, number of leaves) of repeated siblings, outermost first."""
+    names, children = [str(name) for name in tree.names(node)], [*tree.children(node)]
+    is_list = all(map(str.isdecimal, names))
+    forms = [_form(child, flat[first + at :]) if is_list or not child.is_leaf() else None for child, at in children]
+    for name, (child, at), form in zip(names, children, forms, strict=True):
+        path = (*above, name)
+        if form is not None and forms.count(form) > 1:
+            yield ".".join(path), first + at, child.num_leaves
+        elif not child.is_leaf():
+            yield from _repeated(child, flat, path, first + at)
+
+
+def _form(node: tree.Spec, flat: Sequence[Tensor]) -> object:
+    """Return what repeated siblings have in common; None if no leaf has two dims."""
+    leaves = flat[: node.num_leaves]
+    is_large = any(leaf.dim() > 1 for leaf in leaves)
+    return (tree.paths(node), [(leaf.shape, leaf.dtype) for leaf in leaves]) if is_large else None
 
 
 def _without_tuples(units: Any) -> tuple[Where, list[tuple[str, ...]]]:

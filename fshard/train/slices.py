@@ -2,7 +2,7 @@
 
 Note [Slices]
     With `reduction="tree"` the batch of all ranks is cut into slices; their number is the largest power of two dividing
-    the number of rows, at most `plan.slices`. Each slice has its own random numbers. So gradients of slices do not
+    the number of rows, at most `TreeSums.slices`. Each slice has its own random numbers. So gradients of slices do not
     depend on the number of ranks, nor do the bits of the sum in a balanced tree over all slices (Note [The same bits on
     any number of ranks] in `comm/reduction.py`).
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..comm import consensus, primitives
 from ..comm.mesh import num_ranks
-from ..comm.reduction import TREE, tree_sum
+from ..comm.reduction import TREE, TreeSums, tree_sum
 from ..core import tree
 from ..core.losses import NO_GRADIENT, Outcome, loss_text
 from ..core.scalars import on_device
@@ -45,7 +45,7 @@ def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence
         raise ValueError(
             "reduction='tree' with a wire: what it rounds depends on how many ranks there are. Use no wire."
         )
-    slices, rows, rank = _cut_slices(batch, recipe.accumulate, params), num_rows(batch), rank_of(params)
+    slices, rows, rank = _cut_slices(batch, recipe, params), num_rows(batch), rank_of(params)
     num = len(slices) * len(slices[0]) * num_ranks(plan.live_mesh())  # over all ranks
     first: list[Outcome] = []  # this rank's first outcome, with rank 0's first count
 
@@ -73,18 +73,18 @@ def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence
     return StepGradients(grads(), outcome, first[0].shared(num) / outcome.divisor)
 
 
-def _cut_slices(batch: Tree, accumulate: int, params: Sharded) -> list[list[Tree]]:
-    plan = params.plan
-    ranks = plan.num_ranks(plan.data)
+def _cut_slices(batch: Tree, recipe: Recipe, params: Sharded) -> list[list[Tree]]:
+    assert isinstance(recipe.by, TreeSums)
+    most, ranks = recipe.by.slices, params.plan.num_ranks(params.plan.data)
     rows = num_rows(batch) * ranks
-    num = min(plan.slices, rows & -rows)  # the largest power of two that divides `rows`
+    num = min(most, rows & -rows)  # the largest power of two that divides `rows`
     if not num or num % ranks:
         raise ValueError(
-            f"reduction='tree': expected {ranks} rank(s), a power of two, to share {plan.slices} slices of a batch "
+            f"reduction='tree': expected {ranks} rank(s), a power of two, to share {most} slices of a batch "
             f"whose {rows} rows (over all ranks) divide by their number: each needs one at least. Give every rank as "
-            "many rows, a power of two times the same, or make_plan(..., slices=) more."
+            "many rows, a power of two times the same, or more slices: reduction=fshard.reduction.TreeSums(slices=)."
         )
-    return [cut(part, min(accumulate, rows // num)) for part in cut(batch, num // ranks)]
+    return [cut(part, min(recipe.accumulate, rows // num)) for part in cut(batch, num // ranks)]
 
 
 def _count_of_first_slice(outcome: Outcome, recipe: Recipe, rows: int, plan: Plan, rank: int) -> Tensor:

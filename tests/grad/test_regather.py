@@ -458,5 +458,5 @@ def test_an_axis_that_parameters_are_not_cut_over_is_an_error() -> None:
 
 def test_one_device_takes_the_plan_of_a_mesh() -> None:
     """A script that names axes would not run on one device."""
-    plan = fshard.make_plan(chain_params(), regather={"(root)": "shard"}, params_over=ALL)
+    plan = fshard.make_plan(chain_params(), units=[], regather={"(root)": "shard"}, params_over=ALL)
     assert [unit.regather for unit in plan.units] == ["True"]

@@ -359,7 +359,6 @@ def test_ranks_compare_every_argument():
         "param_wire=Int8": {"param_wire": int8},
         "grad_wire=Int8": {"grad_wire": int8},
         "together=True": {"together": True},
-        "slices=16": {"slices": 16},
         "params_over=()": {"params_over": ()},
         "grads_over=()": {"params_over": (), "grads_over": ()},
         "state_over=()": {"params_over": (), "grads_over": (), "state_over": ()},
@@ -367,7 +366,7 @@ def test_ranks_compare_every_argument():
 
     def run(mesh: Any) -> None:
         cuts = {"params_over": "shard", "grads_over": "shard", "state_over": "shard"}
-        defaults = {"regather": True, "block": 1, "policy": None, "together": False, "slices": 8}
+        defaults = {"regather": True, "block": 1, "policy": None, "together": False}
         assert make_plan(real, mesh) == make_plan(real, mesh, **cuts, **defaults)
         plain, plans = make_plan(real, mesh), {words: make_plan(real, mesh, **kw) for words, kw in said.items()}
         assert len({plan.fingerprint for plan in (plain, *plans.values())}) == 1 + len(plans)

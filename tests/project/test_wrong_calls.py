@@ -106,8 +106,8 @@ WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
     "together=1": (lambda: plan(together=1), T, ("together=1", "True or False")),
     "block=1.5": (lambda: plan(block=1.5), T, ("block=1.5", "a number of elements, at least 1")),
     "block=0": (lambda: plan(block=0), V, ("block=0", "at least 1")),
-    "slices=6": (lambda: plan(slices=6), V, ("slices=6", "a power of two")),
-    "slices=True": (lambda: plan(slices=True), T, ("slices=True", "a power of two")),
+    "slices=6": (lambda: fshard.reduction.TreeSums(slices=6), V, ("slices=6", "a power of two")),
+    "slices=True": (lambda: fshard.reduction.TreeSums(slices=True), T, ("slices=True", "a power of two")),
     "params_over=typo": (
         lambda: plan(params_over="shart"),
         V,

@@ -18,7 +18,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "keep": {"units": ["layers.*"], "regather": False},
     "zero": {"params_over": ()},
     "whole and frozen": {"units": ["layers.*"], "whole": "layers.0", "frozen": "layers.1"},
-    "wire": {"param_wire": fshard.wire.Int8()},
+    "wire": {"units": [], "param_wire": fshard.wire.Int8()},  # Int8 rounds by the intervals of ranks
 }
 
 

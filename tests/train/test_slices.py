@@ -141,7 +141,7 @@ def aided(p: Any, batch: dict[str, Tensor]) -> tuple[fshard.Mean, Tensor]:
 def few(mesh: Any, loss_fn: Any = loss, tx: Any = ADAMW, jit: bool = False, steps: int = 2, **kw: Any) -> Any:
     """The whole state, metrics and aux after some steps with `reduction="tree"`."""
     plan = kw.pop("plan", {})
-    step: Any = fshard.train_step(loss_fn, tx, reduction="tree", **kw)
+    step: Any = fshard.train_step(loss_fn, tx, **{"reduction": "tree", **kw})
     state = started(mesh, tx, **plan)
     step = fshard.jit(step, backend="eager") if jit else step
     for number in range(steps):
@@ -158,11 +158,11 @@ CASES: dict[str, dict[str, Any]] = {
     "sgd and nesterov": {"tx": optim.sgd(0.1, momentum=0.9, nesterov=True)},
     "a scalar": {"loss_fn": plain, "clip_norm": 0.1},
     "a sum": {"loss_fn": summed},
-    "whole leaves": {"plan": {"whole": ["norm", "**.attend_norm"]}},
+    "whole leaves": {"plan": {"whole": ["norm", "blocks.*.norm"]}},
     "frozen leaves": {"plan": {"frozen": ["pos"]}},
     "bf16": {"plan": {"policy": "compute=bf16,output=f32"}},
-    "sixteen slices": {"plan": {"slices": 16}},
-    "jit": {"jit": True, "clip_norm": 0.5, "plan": {"slices": 2}},
+    "sixteen slices": {"reduction": fshard.reduction.TreeSums(slices=16)},
+    "jit": {"jit": True, "clip_norm": 0.5, "reduction": fshard.reduction.TreeSums(slices=2)},
 }
 
 
@@ -309,11 +309,12 @@ def test_gradients_alone():
 def test_what_cannot_be():
     """Ranks, rows, wires or slices that a tree cannot have are errors; without them results would depend on the
     number of ranks."""
-    for size, plan, rows in ((3, {}, 12), (4, {"slices": 2}, 16), (2, {}, 9)):
+    for size, slices, rows in ((3, 8, 12), (4, 2, 16), (2, 8, 9)):
 
-        def run(mesh: Any, plan: Any = plan, rows: int = rows) -> None:
+        def run(mesh: Any, slices: int = slices, rows: int = rows) -> None:
             batch = {k: v[: rows // mesh.size()] for k, v in rows_of(0, None).items()}
-            fshard.train_step(loss, ADAMW, reduction="tree")(started(mesh, ADAMW, **plan), batch)
+            by = fshard.reduction.TreeSums(slices)
+            fshard.train_step(loss, ADAMW, reduction=by)(started(mesh, ADAMW), batch)
 
         if (size, rows) == (2, 9):  # four rows each: four slices
             simulated(run, shard=size)
@@ -324,7 +325,7 @@ def test_what_cannot_be():
         with pytest.raises(ValueError, match="with a wire"):
             simulated(partial(few, plan=wire), shard=2)
     with pytest.raises(ValueError, match="slices=6: expected a power of two"):
-        fshard.make_plan(params(), slices=6)
+        fshard.reduction.TreeSums(slices=6)
 
 
 # --- where rows lie ---
