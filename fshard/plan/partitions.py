@@ -15,7 +15,7 @@ Over = str | Sequence[str] | None  # names of axes; None: left out
 Regather = bool | str | Sequence[str]  # True: gather a unit again; False: keep it; axes: keep a copy cut over these
 
 
-_OVERS = ("params_over", "grads_over", "state_over")
+_PARTITIONS = ("params_over", "grads_over", "state_over")
 # by strategy: how many of the partitions, from the parameters on, are whole on every rank
 STRATEGIES = {"ddp": 3, "zero1": 2, "zero2": 1, "zero3": 0, "hsdp": 0, "hsdp-all": 0}
 
@@ -26,7 +26,7 @@ def overs_of(sizes: Mapping[str, int], strategy: str | None, regather: object, o
         return [_shard_axis(sizes) if over is None else over for over in overs]
     if strategy not in [*STRATEGIES]:
         raise ValueError(f"strategy={strategy!r}: expected one of {_texts(STRATEGIES)}, or None")
-    given = [name for name, over in zip(_OVERS, overs, strict=True) if over is not None]
+    given = [name for name, over in zip(_PARTITIONS, overs, strict=True) if over is not None]
     if given := given + ["regather"] * (regather is not True):
         raise ValueError(f"strategy={strategy!r}: it says {given[0]} already. Leave out the strategy, or {given[0]}=")
     if strategy.startswith("hsdp") and sizes and "replicate" not in sizes:
@@ -35,7 +35,7 @@ def overs_of(sizes: Mapping[str, int], strategy: str | None, regather: object, o
             f"strategy={strategy!r}: the mesh has no axis 'replicate', it has {_texts(sizes)}. Use {remedy}"
         )
     whole, axis = STRATEGIES[strategy], _shard_axis(sizes)
-    result: list[Over] = [(axis,) if number >= whole else () for number in range(len(_OVERS))]
+    result: list[Over] = [(axis,) if number >= whole else () for number in range(len(_PARTITIONS))]
     return [*result[:2], ("replicate", axis)] if strategy == "hsdp-all" else result
 
 
@@ -59,7 +59,7 @@ def partitions(sizes: dict[str, int], overs: Sequence[Over]) -> dict[str, Axes]:
     """Return each partition's axes. ValueError unless a partition contains the axes of the partition before."""
     result = dict[str, Axes]()
     before: Axes = ()
-    for name, over in zip(_OVERS, overs, strict=True):
+    for name, over in zip(_PARTITIONS, overs, strict=True):
         wanted = axes_of(name, over, sizes)
         if len(set(wanted)) < len(wanted) or not set(before) <= set(wanted):
             raise ValueError(

@@ -75,7 +75,7 @@ def make_plan(
       the backward gathers over these alone. A dict gives each unit its value, by names or patterns of units
       (`"(last)"`, say) or of their subtrees; the first match counts, and other units have True.
 
-    Exceptions for leaves. `whole`, `frozen` and `offload` each take a pattern, several patterns, or a predicate.
+    Leaves by themselves. `whole`, `frozen` and `offload` each take a pattern, several patterns, or a predicate.
     Integer leaves are always frozen. If some leaves require a gradient, as in a module, each `nn.Parameter` without
     `requires_grad` is frozen. A tree of plain tensors trains; next to a module's parameters a plain tensor outside
     `frozen` is a ValueError. Leaves with the same elements of the same memory (one tensor, its `.detach()` or `.data`)
@@ -89,13 +89,13 @@ def make_plan(
     - `split`: leaves with a different part on each rank along an axis. A dict maps patterns to (axis, dim), or to
       (axis, dim, blocks) for a dim of `blocks` blocks end to end, each split by itself. `shard_params` takes and
       `gather_params` gives the whole leaf. A loss sees this rank's part, cut as by `torch.chunk`. Gradients of split
-      leaves are not summed over the axis; all other gradients are. An axis of one rank splits nothing.
+      leaves are not summed over the axis; all other gradients are.
+    - `policy`: the dtypes in which floating leaves are stored, computed with and reduced (a `Policy`, or its text).
+
+    For experts:
+
     - `data`: the axes along which batches differ. Default: all axes without split leaves.
     - `block`: leaves and shards start at multiples of `block` elements (for optimizer state in blocks).
-
-    Dtypes and messages:
-
-    - `policy`: the dtypes in which floating leaves are stored, computed with and reduced (a `Policy`, or its text).
     - `param_wire`, `grad_wire`: the encodings of sent shards and gradients (`fshard.wire`).
     - `together`: gather all dtypes of a unit in one message.
     - `gather`: an object that gathers the shards of parameters (`fshard.reduction.Gather`).

@@ -194,7 +194,7 @@ def _repeated(
     """Yield (path, first leaf, number of leaves) of repeated siblings, outermost first."""
     names, children = [str(name) for name in tree.names(node)], [*tree.children(node)]
     is_list = all(map(str.isdecimal, names))
-    forms = [_form(child, flat[first + at :]) if is_list or not child.is_leaf() else None for child, at in children]
+    forms = [_likeness(child, flat[first + at :]) if is_list or not child.is_leaf() else None for child, at in children]
     for name, (child, at), form in zip(names, children, forms, strict=True):
         path = (*above, name)
         if form is not None and forms.count(form) > 1:
@@ -203,11 +203,11 @@ def _repeated(
             yield from _repeated(child, flat, path, first + at)
 
 
-def _form(node: tree.Spec, flat: Sequence[Tensor]) -> object:
+def _likeness(node: tree.Spec, flat: Sequence[Tensor]) -> object:
     """Return what repeated siblings have in common; None if no leaf has two dims."""
     leaves = flat[: node.num_leaves]
     is_large = any(leaf.dim() > 1 for leaf in leaves)
-    return (tree.paths(node), [(leaf.shape, leaf.dtype) for leaf in leaves]) if is_large else None
+    return (tree.leaf_paths(node), [(leaf.shape, leaf.dtype) for leaf in leaves]) if is_large else None
 
 
 def _without_tuples(units: Any) -> tuple[Where, list[tuple[str, ...]]]:
