@@ -109,6 +109,7 @@ class TreeSums:
             raise ValueError(f"slices={self.slices}: expected a power of two, the most ranks a run may ever have")
 
     def reduce_scatter(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
+        """See `Reduction`."""
         if ranks.built_in is not None:  # one collective, and log2 W kernels
             numel, dtype = x.numel() // ranks.size, primitives.sum_dtype(x.dtype)
             into = x.new_empty(numel, dtype=dtype) if out is None else out
@@ -118,6 +119,7 @@ class TreeSums:
         return primitives.scatter(x.chunk(ranks.size), ranks, lambda parts: tree_sum(parts, out), label)
 
     def all_reduce(self, x: Tensor, ranks: Ranks, label: str, out: Tensor | None) -> Pending:
+        """See `Reduction`."""
         if x.numel() % ranks.size or not x.dim():
             whole = primitives.all_gather(x.reshape(1, -1), ranks, label)  # (W, numel)
             return whole.then(lambda rows: tree_sum([row.view(x.shape) for row in rows], out))

@@ -195,7 +195,7 @@ PLANS: dict[str, Callable[[int], dict[str, Any]]] = {
     "order": lambda rank: {"params": dict(reversed(params().items())) if rank else params()},
     "frozen": lambda rank: {"params": params(), "frozen": ["blocks.1.b"] if rank else None},
     "whole": lambda rank: {"params": params(), "whole": ["head"] if rank else None},
-    "units": lambda rank: {"params": params(), "units": ["blocks.*"] if rank else None},
+    "units": lambda rank: {"params": params(), "units": ["blocks.*"] if rank else []},
     "regather": lambda rank: {"params": params(), "regather": bool(rank)},
     "strategy": lambda rank: {"params": params(), "params_over": () if rank else "shard"},
 }
@@ -245,8 +245,8 @@ def test_plans_that_do_not_differ() -> None:
 def meshes_that_do_not_fit(mesh: Any) -> None:
     """Real meshes without axis names, with other names, and of another size."""
     says(lambda: sharded(init_device_mesh("cpu", (2,))), ValueError, "no axis names", "mesh_dim_names=('shard',)")
-    other = init_device_mesh("cpu", (2,), mesh_dim_names=("model",))
-    says(lambda: sharded(other), ValueError, "params_over='shard'", "no axis 'shard'", "'model'")
+    other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("model", "data"))
+    says(lambda: sharded(other), ValueError, "the axes 'model', 'data'", "or an axis 'shard'", "Give params_over")
     says(lambda: fshard.all_gather(torch.ones(2), mesh, "model"), ValueError, "no axis 'model'", "it has 'shard'")
     two = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     says(lambda: sharded(two).plan.on(mesh), ValueError, "'replicate': 2", "{'shard': 2}", "make the plan again")

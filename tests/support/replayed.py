@@ -82,7 +82,7 @@ def other_plan(mesh: Mesh) -> tuple[Tree, ...]:
     """Everything in one unit."""
     step, _, like, _ = make(mesh)
     tx = fshard.optim.sgd(0.1)
-    state = fshard.init_state(fshard.shard_params(lm_params(), fshard.make_plan(lm_params(), mesh)), tx)
+    state = fshard.init_state(fshard.shard_params(lm_params(), fshard.make_plan(lm_params(), mesh, units=[])), tx)
     return step, state, like
 
 
