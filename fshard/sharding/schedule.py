@@ -8,14 +8,14 @@ Note [Computed once]
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 from typing import NamedTuple, TypeAlias
 
 from ..comm.mesh import Axes
 from ..core import tree
-from ..core.differences import Form, Wanted
+from ..core.differences import Form, Wanted, differences
 from ..core.tracing import memo
 from ..layout.layout import Layout
 from ..layout.row import Row
@@ -54,7 +54,12 @@ class View:
         return names
 
     def wanted(self) -> dict[Slot, Wanted]:
-        return {slot: Wanted(names, Form(slot.shape, slot.dtype)) for slot, names in self.names().items()}
+        return {slot: Wanted(names, _slot_form(slot)) for slot, names in self.names().items()}
+
+    def by_name(self, above: str = "") -> dict[str, Slot]:
+        """The slots of the subtree's leaves whose kind the view has, by name below `above`."""
+        pairs = zip(tree.leaf_paths(self.spec), self.slots(), strict=True)
+        return {tree.joined(above, name): slot for name, slot in pairs if slot.kind in self.kinds}
 
     def axes(self, kind: int) -> Axes:
         return self.plan.rule(kind, self.over).over
@@ -204,6 +209,32 @@ def _claims(plan: Plan) -> list[tuple[int, str]]:
         return next((name for name in names if name in joined[unit]), "")
 
     return [(unit, part(path, unit)) for path, unit in zip(plan.paths, plan.claims, strict=True)]
+
+
+def check_replaced(view: View, paths: Collection[str], given: Mapping[str, object]) -> None:
+    """ValueError unless the subtrees at `paths` are replaced whole. `given`: tensors, or views of subtrees, by path."""
+    slots, new = view.by_name(), dict[str, object]()
+    for at, top in given.items():
+        new |= (
+            {name: _slot_form(slot) for name, slot in top.by_name(at).items()} if isinstance(top, View) else {at: top}
+        )
+    inside = [x for x in slots if any(_below(x, at) for at in paths)]
+    errors = [*differences([Wanted([x], _slot_form(slots[x])) for x in inside], new)]
+    replaced = {slots[x] for x in new if x in slots}
+    still = (x for x, slot in slots.items() if x not in new and slot in replaced)
+    errors += [f"{x!r} is tied with a leaf that is replaced: replace both" for x in still]
+    if errors := errors + [
+        f"{x!r} lies in {y!r}: give one of them" for x in paths for y in paths if x != y and _below(x, y)
+    ]:
+        raise ValueError(f"replace: {'; '.join(errors)}")
+
+
+def _below(path: str, above: str) -> bool:
+    return not above or f"{path}.".startswith(f"{above}.")
+
+
+def _slot_form(slot: Slot) -> Form:
+    return Form(slot.shape, slot.dtype)
 
 
 def schedule(view: View) -> Schedule:

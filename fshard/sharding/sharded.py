@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from ..comm import collectives, primitives
+from ..comm import collectives, consensus, primitives
 from ..comm.mesh import AnyMesh, Axes, mesh_device, rank_in
 from ..core import tree
 from ..core.arguments import check_whole, wrong
-from ..core.differences import lacking
+from ..core.differences import equal_values, lacking
 from ..core.func_levels import depending, differentiates
 from ..core.lazy import Container, Readable
 from ..core.random import HOST
@@ -32,7 +32,7 @@ from ..plan.plan import Plan, Slot, check_plain
 from ..plan.planning import with_policy
 from ..plan.precision import Policy
 from ..whole.moves import gathered
-from .schedule import View
+from .schedule import View, check_replaced
 
 
 class Sharded(Parts, Readable):
@@ -110,6 +110,16 @@ class Sharded(Parts, Readable):
         [tensor(0.1001, dtype=torch.float64), tensor(0.1000, dtype=torch.float64)]
         """
         return Sharded(replace(self.view, plan=with_policy(self.plan, policy)), self.tensors, self._life)
+
+    def replace(self, subtrees: Mapping[str, Tree]) -> Sharded:
+        """Return this tree with other values for subtrees, by path: whole tensors, or a `Sharded` of any plan.
+
+        Floating dtypes are cast. Every rank must call this. ValueError: other names, shapes or dtypes, or unequal ties.
+
+        >>> gather_params(shard_of({"body": torch.zeros(2), "head": torch.zeros(1)}).replace({"head": torch.ones(1)}))
+        {'body': tensor([0., 0.]), 'head': tensor([1.])}
+        """
+        return _replaced(self, subtrees)
 
     def by_plan(self, plan: Plan) -> Sharded:
         """Return the same tensors, by a plan with other units."""
@@ -316,6 +326,31 @@ def _check_leaves(leaves: Sequence[Tensor], plan: Plan, src: int | None) -> torc
             )
     check_tensors(leaves, [slot.path for slot in plan.slots])
     return device
+
+
+@torch.no_grad()
+def _replaced(x: Sharded, subtrees: Mapping[str, Tree]) -> Sharded:
+    tops = {tree.joined(at, path): top for at in subtrees for path, top in tree.paths_to(subtrees[at], Sharded)}
+    given = {at: top.view if isinstance(top, Sharded) else top for at, top in tops.items()}
+    consensus.together(x.mesh, lambda: check_replaced(x.view, subtrees, given))
+    slots, seen = x.view.by_name(), dict[Slot, Tensor]()
+    new = Sharded(x.view, [row.detach().clone() for row in x.tensors])
+    spans = {new.layout.leaves[span.leaf].path: span for span in new.layout.mine}
+    for name, leaf in (pair for top in tops.items() for pair in _whole_leaves(*top)):
+        if (slot := slots[name]) in seen and not equal_values(seen[slot].to(leaf), leaf):
+            raise ValueError(f"replace: {name!r} is tied with a leaf that has other values: give equal ones")
+        seen |= {slot: leaf} if [*slots.values()].count(slot) > 1 else {}
+        if span := spans.get(slot.path):
+            new.tensors[span.tensor][span.start :][: span.numel] = slot.flat(leaf)[span.begin :][: span.numel]
+    return new
+
+
+def _whole_leaves(above: str, x: Tree) -> Iterator[tuple[str, Tensor]]:
+    slots = x.view.by_name(above) if isinstance(x, Sharded) else {}
+    yield from [] if slots else [(above, x)]
+    for place in sorted({(slot.unit, slot.kind) for slot in slots.values()}):
+        leaves = leaves_of_unit(x, *place)
+        yield from ((name, leaves[slot]) for name, slot in slots.items() if slot in leaves)
 
 
 def gather_params(x: Tree, *, parts: bool = False) -> Tree:
