@@ -19,7 +19,7 @@ from ..comm import consensus
 from ..comm.mesh import AnyMesh, mesh_device, rank_in
 from ..core import tree
 from ..core.arguments import check_flags, is_number
-from ..core.differences import Form, equal_values, form_difference, name_differences
+from ..core.differences import Form, equal_values, form_difference, listed, name_differences
 from ..core.storage import from_bytes
 from ..core.tree import Tree
 from ..files.directory import dir_at, finished, folder, index_at, links, no_checkpoint
@@ -84,6 +84,7 @@ def restore(
     rename: Rename | None = None,
     fall_back: bool = False,
     donate: bool = False,
+    strict: bool = True,
     mesh: AnyMesh = None,
 ) -> Tree:
     """Read the checkpoint of a step (None: the last one) into a state like `like`; every rank must call this.
@@ -102,6 +103,8 @@ def restore(
       tied leaves twice).
     - `fall_back=True`: if the checkpoint is damaged, restore the last whole one before it.
     - `donate=True`: give `like` away, and read into its memory, without memory for a second state.
+    - `strict=False`: leaves that the checkpoint lacks (a new head) keep the values of `like`, and unknown names are
+      ignored; rank 0 lists both in a UserWarning. A checkpoint without known names is an error.
     - `mesh`: the ranks that restore together, for a state without sharded leaves.
 
     If one rank has an error, all ranks raise, and nothing is restored. CheckpointError names the file and the leaf.
@@ -110,14 +113,14 @@ def restore(
     mesh = mesh_of(like) if mesh is None else mesh
 
     def checked() -> tuple[Folder, Contents]:
-        check_flags(fall_back=fall_back, donate=donate)
+        check_flags(fall_back=fall_back, donate=donate, strict=strict)
         place = dir_at(dir)
         if step is not None:
             folder(place, step)  # raises if `step` is no step's number, or its folder is a link
         return place, contents_of(like, "restore", mesh)
 
     place, wanted = consensus.together(mesh, checked)
-    check_same_call(wanted, "restore", dir=place, step=step, fall_back=fall_back, donate=donate)
+    check_same_call(wanted, "restore", dir=place, step=step, fall_back=fall_back, donate=donate, strict=strict)
     path = str(place)
     if kind := _seen_by_first(mesh, lambda: format_at(path, place)):
         consensus.together(mesh, lambda: _check_one(place, kind, step, fall_back))
@@ -129,9 +132,11 @@ def restore(
         readers = [partial(_of_step, place, number) for number in candidates]
     for read in readers:
         try:
-            source, origins = _matched(read, wanted, rename)
+            source, origins = _matched(read, wanted, rename, strict)
             like, donate = _into(like, source.index, origins, wanted, donate), True
-            _read_state(source, origins, like, mesh)
+            _read_state(source, origins, like, wanted)
+            if wanted.rank == 0:
+                _tell_names(source, origins, wanted)
             if rename is None and wanted.rank == 0:
                 _tell_threads(source, like)
             return like
@@ -162,12 +167,12 @@ def _of_step(place: Folder, step: int) -> Checkpoint:
 
 
 def _matched(
-    read: Callable[[], Checkpoint], wanted: Contents, rename: Rename | None
+    read: Callable[[], Checkpoint], wanted: Contents, rename: Rename | None, strict: bool
 ) -> tuple[Checkpoint, dict[str, list[str]]]:
     source = consensus.together(wanted.mesh, read, _SEE_SAME, CheckpointError)
     what = f"restore: the index of {source.what}"
     consensus.check_same(wanted.mesh, source.text, what, "Let all ranks see the same files")
-    origins = consensus.together(wanted.mesh, lambda: _origins(source, wanted, rename))
+    origins = consensus.together(wanted.mesh, lambda: _origins(source, wanted, rename, strict))
     pairs = "\n".join(f"{of_name} as {name!r}" for name, of_name in sorted(origins.items()))
     consensus.check_same(wanted.mesh, pairs, "restore: rename", "Give all ranks the same function")
     return source, origins
@@ -192,6 +197,8 @@ def _into(like: Tree, index: Index, origins: Mapping[str, Sequence[str]], wanted
     def node_at(path: str, node: Tree) -> Tree:
         if isinstance(node, Parts | Tensor):
             return tree.map(memory, node)
+        if path not in origins:
+            return node
         key = index.key(origins[path][0], wanted.rank)
         if key in index.values:
             return index.values[key]
@@ -205,10 +212,14 @@ def _into(like: Tree, index: Index, origins: Mapping[str, Sequence[str]], wanted
     return result
 
 
-def _read_state(source: Checkpoint, origins: Mapping[str, Sequence[str]], into: Tree, mesh: AnyMesh) -> None:
-    contents, index = contents_of(into, "restore", mesh), source.index
+def _read_state(source: Checkpoint, origins: Mapping[str, Sequence[str]], into: Tree, old: Contents) -> None:
+    contents, index = contents_of(into, "restore", old.mesh), source.index
     reads, checks = list[PieceRead](), list[PieceRead]()
+    before = {(part.name, part.begin): part.elements for part in old.parts}
     for part in contents.parts:
+        if part.name not in origins:
+            part.elements.copy_(before[part.name, part.begin])
+            continue
         first, *others = (index.key(origin, contents.rank) for origin in origins[part.name])
         if first in index.values:
             part.elements.fill_(float(index.values[first]))
@@ -218,6 +229,17 @@ def _read_state(source: Checkpoint, origins: Mapping[str, Sequence[str]], into: 
             checks += reads_of(part, index.leaves[other], _ambiguous(first, other))
     consensus.together(contents.mesh, lambda: _read_all(source, reads), _SEE_SAME, CheckpointError)
     consensus.together(contents.mesh, lambda: _read_all(source, checks), _SEE_SAME, CheckpointError)
+
+
+def _tell_names(source: Checkpoint, origins: Mapping[str, Sequence[str]], wanted: Contents) -> None:
+    """Warn of leaves that are not restored, and of names in the checkpoint that are not read."""
+    names = {*wanted.forms, *wanted.values}
+    texts = {
+        "kept as in `like`": [x for x in names if x not in origins],
+        "not read": [x for x in origins if x not in names],
+    }
+    if told := [f"{len(found)} {what}: {listed(sorted(found))}" for what, found in texts.items() if found]:
+        warnings.warn(f"restore(strict=False) of {source.what}: {'; '.join(told)}", stacklevel=3)
 
 
 def _tell_threads(source: Checkpoint, state: Tree) -> None:
@@ -233,14 +255,18 @@ def _tell_threads(source: Checkpoint, state: Tree) -> None:
         )
 
 
-def _origins(source: Checkpoint, wanted: Contents, rename: Rename | None) -> dict[str, list[str]]:
+def _origins(source: Checkpoint, wanted: Contents, rename: Rename | None, strict: bool) -> dict[str, list[str]]:
     """Return the names in the checkpoint by the names in `like`."""
     index = source.index
     origins = names_by_new(index.names, rename, index.left_out)
     for alias, name in wanted.aliases.items():
         if alias in origins:
             origins.setdefault(name, []).extend(origins.pop(alias))
-    differences = [*name_differences([[name] for name in (*wanted.forms, *wanted.values)], origins, "`like`")]
+    names = [*wanted.forms, *wanted.values]
+    differences = [*name_differences([[name] for name in names], origins, "`like`")]
+    if not strict and not origins.keys().isdisjoint(names):
+        no_values = (part.name for part in wanted.parts if part.name not in origins and part.elements.is_meta)
+        differences = [f"{name!r}: the checkpoint lacks it, and the one of `like` is on meta" for name in no_values]
     for name, of_name in origins.items():
         if name in wanted.forms or name in wanted.values:
             for origin in of_name:
@@ -248,7 +274,7 @@ def _origins(source: Checkpoint, wanted: Contents, rename: Rename | None) -> dic
             first, *others = of_name  # compare numbers and strings here, tensors when read
             unlike = [other for other in others if index.values.get(first) != index.values.get(other)]
             differences += [f"{name!r}: {_ambiguous(first, other)}" for other in unlike]
-    lacking = [name for name in (*wanted.forms, *wanted.values) if name not in origins]
+    lacking = [name for name in names if name not in origins and strict]
     left_out = names_by_new(index.left_out, rename, index.names)
     differences += [f"{name!r}: {index.left_out[left_out[name][0]]}" for name in lacking if name in left_out]
     require(not differences, f"restore: the checkpoint of {source.what} differs from `like`: {'; '.join(differences)}")
