@@ -233,11 +233,8 @@ def _read_state(source: Checkpoint, origins: Mapping[str, Sequence[str]], into: 
 
 def _tell_names(source: Checkpoint, origins: Mapping[str, Sequence[str]], wanted: Contents) -> None:
     names = {*wanted.forms, *wanted.values}
-    texts = {
-        "kept as in `like`": [x for x in names if x not in origins],
-        "not read": [x for x in origins if x not in names],
-    }
-    if told := [f"{len(found)} {what}: {listed(sorted(found))}" for what, found in texts.items() if found]:
+    unlike = {"kept as in `like`": names - origins.keys(), "not read": origins.keys() - names}
+    if told := [f"{len(some)} {what}: {listed(sorted(some))}" for what, some in unlike.items() if some]:
         warnings.warn(f"restore(strict=False) of {source.what}: {'; '.join(told)}", stacklevel=3)
 
 
