@@ -4,7 +4,7 @@ Note [Two units]
     By default the unit in use and the units gathered ahead take together at most twice the bytes of the largest unit;
     the unit with arriving gradients and the units being reduced likewise. While a small unit computes, several small
     units travel, so the link has work. At least one unit travels, and at most `_MOST`: more units gained nothing
-    (benchmarks/RESULTS.md). If collectives have several stages, only one unit is in the first stage.
+    (docs/benchmarks.md). If collectives have several stages, only one unit is in the first stage.
 
 Note [Crossing over]
     Each direction has its own stream. A stream's work waits for all earlier work of the computation, so that memory
