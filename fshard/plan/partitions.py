@@ -33,8 +33,8 @@ def overs_of(sizes: Mapping[str, int], strategy: str | None, regather: object, o
     others = [axis for axis in sizes if not is_hybrid or axis != "replicate"]
     if is_hybrid and sizes and (not others or len(others) == len(sizes)):
         raise ValueError(
-            f"strategy={strategy!r}: expected a mesh with the axis 'replicate' and another one, got {_texts(sizes)}. Use "
-            "init_device_mesh(..., mesh_dim_names=('replicate', 'shard')), or strategy='zero3'"
+            f"strategy={strategy!r}: expected a mesh with the axis 'replicate' and another one, got {_texts(sizes)}. "
+            "Use init_device_mesh(..., mesh_dim_names=('replicate', 'shard')), or strategy='zero3'"
         )
     axis = _shard_axis(others) if whole < len(_PARTITIONS) else ""
     result: list[Over] = [(axis,) if number >= whole else () for number in range(len(_PARTITIONS))]
