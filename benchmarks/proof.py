@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from page import with_section
 from timing import on_two_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -58,23 +58,24 @@ def rows_of(batch: Any, mesh: Any) -> Any:
     return fshard.tree.map(lambda x: x.tensor_split(ranks)[rank], batch)
 
 
-def trained(mesh: Any, name: str, folder: Path | None = None, stop: int | None = None) -> Ending:
-    """Train with fshard on a rank; with `folder` go on from its checkpoint, or save there after `stop` steps."""
-    program = program_of(name)
-    state, batches = program.start(mesh), program.batches()
-    first = 0 if folder is None or stop is not None else len(batches) // 2
-    if first:
-        state = fshard.checkpoint.restore(folder, state, mesh=mesh)
-    losses = []
-    for batch in batches[first:stop]:
+def run(name: str, mesh: Any, state: Any, steps: slice) -> tuple[Any, Tensor]:
+    """Take some of a program's steps on a rank: the new state, and the losses."""
+    program, losses = program_of(name), []
+    for batch in program.batches()[steps]:
         state, loss = program.step(state, rows_of(batch, mesh))
         losses.append(loss)
-    if folder is not None and stop is not None:
-        fshard.checkpoint.save(folder, state, step=stop, mesh=mesh)
-    return torch.stack(losses), named({part: getattr(tree, "params", tree) for part, tree in state.items()})
+    return state, torch.stack(losses)
 
 
-def named(parts: Mapping[str, fshard.Sharded]) -> dict[str, Tensor]:
+def trained(mesh: Any, name: str) -> Ending:
+    """Train with fshard on a rank."""
+    state, losses = run(name, mesh, program_of(name).start(mesh), slice(None))
+    return losses, named(state)
+
+
+def named(state: Mapping[str, fshard.TrainState | fshard.Sharded]) -> dict[str, Tensor]:
+    """Whole parameters of all parts of a state, by name."""
+    parts = {part: x.params if isinstance(x, fshard.TrainState) else x for part, x in state.items()}
     return {f"{part}.{path}": x for part, params in parts.items() for path, x in fshard.state_dict(params).items()}
 
 
@@ -88,11 +89,21 @@ def plain(name: str) -> Ending:
 
 def resumed(name: str) -> list[Ending]:
     """Endings of three ranks that go on from the checkpoint of two, with the losses of both runs."""
+    program = program_of(name)
+    half = len(program.batches()) // 2
+
+    def first(mesh: Any) -> Tensor:
+        state, losses = run(name, mesh, program.start(mesh), slice(half))
+        fshard.checkpoint.save(folder, state, step=half)
+        return losses
+
+    def second(mesh: Any) -> Ending:
+        state, losses = run(name, mesh, fshard.checkpoint.restore(folder, program.start(mesh)), slice(half, None))
+        return torch.cat([before, losses]), named(state)
+
     with tempfile.TemporaryDirectory() as folder:
-        half = len(program_of(name).batches()) // 2
-        (before, _), *_ = simulate(lambda mesh: trained(mesh, name, Path(folder), half), shard=2)
-        after = simulate(lambda mesh: trained(mesh, name, Path(folder)), shard=3)
-    return [(torch.cat([before, losses]), params) for losses, params in after]
+        before, _ = simulate(first, shard=2)
+        return simulate(second, shard=3)
 
 
 def endings(name: str, way: str) -> list[Ending]:
@@ -105,11 +116,14 @@ def endings(name: str, way: str) -> list[Ending]:
 
 
 def difference(found: Ending, expected: Ending) -> float:
-    """The largest relative difference of two endings. ValueError if they have other parameters."""
-    if found[1].keys() != expected[1].keys():
-        raise ValueError(f"other parameters: {sorted(found[1].keys() ^ expected[1].keys())}")
-    pairs = [(found[0], expected[0]), *((found[1][path], x) for path, x in expected[1].items())]
-    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+    """The largest relative difference of two endings: inf if a value is NaN. ValueError for other names or shapes."""
+    (losses, params), (plain_losses, plain_params) = found, expected
+    tensors, plain_tensors = params | {"losses": losses}, plain_params | {"losses": plain_losses}
+    forms = [{(path, *x.shape) for path, x in each.items()} for each in (tensors, plain_tensors)]
+    if forms[0] != forms[1]:
+        raise ValueError(f"other names or shapes: {sorted(forms[0] ^ forms[1])}")
+    worst = torch.stack([(tensors[path] - x).abs().max() / x.abs().max() for path, x in plain_tensors.items()]).max()
+    return worst.nan_to_num(math.inf).item()
 
 
 def by_processes(names: Sequence[str]) -> dict[str, list[Ending]]:
@@ -162,6 +176,8 @@ def main() -> None:
     table = differences(args.names or list(PROGRAMS), print)
     print(section(table))
     if not args.names:
+        from page import with_section  # imports all models
+
         PAGE.write_text(with_section(PAGE.read_text(), section(table), BEGIN))
     return None
 

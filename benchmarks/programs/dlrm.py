@@ -41,17 +41,17 @@ def batches() -> list[dict[str, Tensor]]:
     return [{"dense": dense[i], "sparse": sparse(i), "clicks": clicks[i]} for i in range(STEPS)]
 
 
-def rows(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    return cross_entropy(model(batch["dense"], batch["sparse"]), batch["clicks"], reduction="none")
+def rows(networks: Any, batch: dict[str, Tensor]) -> Tensor:
+    return cross_entropy(networks["model"](batch["dense"], batch["sparse"]), batch["clicks"], reduction="none")
 
 
-CALLS, PARAMS = functional(seeded(modules))
+NETWORKS, PARAMS = functional(seeded(modules))
 RULES = {"tables": fshard.optim.adagrad(1e-1), "dense": fshard.optim.sgd(1e-1, momentum=0.9)}
 TX = fshard.optim.by_label(RULES, {"model.tables.**": "tables", "**": "dense"})
 
 
 def loss(params: Any, batch: dict[str, Tensor]) -> fshard.Mean:
-    return mean(rows(lambda *args: CALLS["model"](params["model"], *args), batch))
+    return mean(rows(NETWORKS(params), batch))
 
 
 def start(mesh: Any) -> dict[str, Any]:
@@ -70,6 +70,6 @@ def plain(batches: list[dict[str, Tensor]]) -> tuple[list[Tensor], dict[str, dic
     dense = torch.optim.SGD([x for path, x in params.items() if ".tables." not in path], 1e-1, momentum=0.9)
     for batch in batches:
         tables.zero_grad()
-        losses.append(descend(rows(networks["model"], batch).mean(), dense))
+        losses.append(descend(rows(networks, batch).mean(), dense))
         tables.step()
     return losses, {"state": params}

@@ -56,17 +56,16 @@ def fixed_point(f: Any, z: Tensor) -> Tensor:
     return result
 
 
-def rows(solve: Any, cell: Any, head: Any, batch: dict[str, Tensor]) -> Tensor:
-    z = solve(lambda z: cell(z, batch["x"]), torch.zeros(len(batch["x"]), WIDTH, dtype=torch.float64))
-    return cross_entropy(head(z), batch["y"], reduction="none")
+def rows(solve: Any, networks: Any, batch: dict[str, Tensor]) -> Tensor:
+    z = solve(lambda z: networks["cell"](z, batch["x"]), torch.zeros(len(batch["x"]), WIDTH, dtype=torch.float64))
+    return cross_entropy(networks["head"](z), batch["y"], reduction="none")
 
 
-CALLS, PARAMS = functional(seeded(modules))
+NETWORKS, PARAMS = functional(seeded(modules))
 
 
 def loss(params: Any, batch: dict[str, Tensor]) -> fshard.Mean:
-    networks = [lambda *args, name=name: CALLS[name](params[name], *args) for name in CALLS]
-    return mean(rows(fixed_point, *networks, batch))
+    return mean(rows(fixed_point, NETWORKS(params), batch))
 
 
 def start(mesh: Any) -> dict[str, Any]:
@@ -83,5 +82,5 @@ def plain(batches: list[dict[str, Tensor]]) -> tuple[list[Tensor], dict[str, dic
     params = tensors(networks)
     optimizer = torch.optim.Adam(params.values(), 1e-2)
     for batch in batches:
-        losses.append(descend(rows(iterated, *networks.values(), batch).mean(), optimizer))
+        losses.append(descend(rows(iterated, networks, batch).mean(), optimizer))
     return losses, {"state": params}

@@ -48,12 +48,12 @@ def rows(derivative: Any, batch: dict[str, Tensor]) -> Tensor:
     return x.square().sum(1) / 2 - volume
 
 
-CALLS, PARAMS = functional(seeded(modules))
+NETWORKS, PARAMS = functional(seeded(modules))
 
 
 def loss(params: Any, batch: dict[str, Tensor]) -> fshard.Mean:
     def derivative(x: Tensor, t: float, probe: Tensor) -> Any:
-        return jvp(lambda x: CALLS["velocity"](params["velocity"], x, t), (x,), (probe,))
+        return jvp(lambda x: NETWORKS(params)["velocity"](x, t), (x,), (probe,))
 
     return mean(rows(derivative, batch))
 

@@ -23,11 +23,11 @@ def batches() -> list[dict[str, Tensor]]:
     return [{"x": x, "y": torch.stack([x.prod(1), x.sum(1).sin()], 1)} for x in x]
 
 
-CALLS, PARAMS = functional(seeded(modules))
+NETWORKS, PARAMS = functional(seeded(modules))
 
 
 def residuals(params: Any, batch: dict[str, Tensor]) -> Tensor:
-    return CALLS["model"](params["model"], batch["x"]) - batch["y"]
+    return NETWORKS(params)["model"](batch["x"]) - batch["y"]
 
 
 def loss(params: Any, batch: dict[str, Tensor]) -> fshard.Sum:

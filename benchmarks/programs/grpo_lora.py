@@ -75,12 +75,12 @@ def rows(scores: Any, tokens: Tensor, old: Tensor) -> Tensor:
     return 0.1 * ((base - new).exp() - (base - new) - 1) - surrogate
 
 
-CALLS, PARAMS = functional(seeded(modules))
+NETWORKS, PARAMS = functional(seeded(modules))
 TX = fshard.optim.adam(2e-2)
 
 
 def policy(params: Any) -> Any:
-    return lambda *args: CALLS["policy"](params["policy"], *args)
+    return NETWORKS(params)["policy"]
 
 
 def start(mesh: Any) -> dict[str, Any]:

@@ -42,19 +42,19 @@ def batches() -> list[dict[str, Tensor]]:
     ]
 
 
-def rows(encode: Any, embed: Any, denoise: Any, batch: dict[str, Tensor]) -> Tensor:
-    latents, noise, angle = encode(batch["images"]), batch["noise"], batch["t"] * torch.pi / 2
+def rows(networks: Any, batch: dict[str, Tensor]) -> Tensor:
+    latents, noise, angle = networks["encoder"](batch["images"]), batch["noise"], batch["t"] * torch.pi / 2
     noisy = angle.cos() * latents + angle.sin() * noise
-    return (denoise(noisy, batch["t"], embed(batch["words"])) - noise).square().sum(1)
+    found = networks["denoiser"](noisy, batch["t"], networks["text"](batch["words"]))
+    return (found - noise).square().sum(1)
 
 
-CALLS, PARAMS = functional(seeded(modules))
+NETWORKS, PARAMS = functional(seeded(modules))
 TX = fshard.optim.adamw(1e-2)
 
 
 def loss(params: Any, batch: dict[str, Tensor]) -> fshard.Mean:
-    networks = [lambda *args, name=name: CALLS[name](params[name], *args) for name in CALLS]
-    return mean(rows(*networks, batch))
+    return mean(rows(NETWORKS(params), batch))
 
 
 def start(mesh: Any) -> dict[str, Any]:
@@ -74,6 +74,6 @@ def plain(batches: list[dict[str, Tensor]]) -> tuple[list[Tensor], dict[str, dic
     optimizer = torch.optim.AdamW([x for x in params.values() if x.requires_grad], 1e-2)
     average = {path: x.detach().clone() for path, x in params.items()}
     for batch in batches:
-        losses.append(descend(rows(*networks.values(), batch).mean(), optimizer))
+        losses.append(descend(rows(networks, batch).mean(), optimizer))
         average = {path: lerp(params[path].detach(), old, DECAY) for path, old in average.items()}
     return losses, {"state": params, "average": average}

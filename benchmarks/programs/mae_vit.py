@@ -56,30 +56,28 @@ def batches() -> list[dict[str, Tensor]]:
     return [a | b for a, b in zip(patches, kept + labels, strict=True)]
 
 
-def filling_rows(encode: Any, decode: Any, batch: dict[str, Tensor]) -> Tensor:
+def filling_rows(networks: Any, batch: dict[str, Tensor]) -> Tensor:
     patches, kept = batch["patches"], batch["kept"]
     hidden = torch.ones(patches.shape[:2], dtype=patches.dtype).scatter(1, kept, 0.0)
-    return ((decode(encode(patches, kept), kept) - patches).square().sum(-1) * hidden).sum(1)
+    filled = networks["decoder"](networks["encoder"](patches, kept), kept)
+    return ((filled - patches).square().sum(-1) * hidden).sum(1)
 
 
-def class_rows(encode: Any, head: Any, batch: dict[str, Tensor]) -> Tensor:
+def class_rows(networks: Any, batch: dict[str, Tensor]) -> Tensor:
     kept = torch.arange(PATCHES).expand(len(batch["labels"]), -1)
-    return cross_entropy(head(encode(batch["patches"], kept).mean(1)), batch["labels"], reduction="none")
+    scores = networks["head"](networks["encoder"](batch["patches"], kept).mean(1))
+    return cross_entropy(scores, batch["labels"], reduction="none")
 
 
-CALLS, PARAMS = functional(seeded(modules))
+NETWORKS, PARAMS = functional(seeded(modules))
 
 
 def filling_loss(params: Any, batch: dict[str, Tensor]) -> fshard.Mean:
-    return mean(filling_rows(called(params, "encoder"), called(params, "decoder"), batch))
+    return mean(filling_rows(NETWORKS(params), batch))
 
 
 def class_loss(params: Any, batch: dict[str, Tensor]) -> fshard.Mean:
-    return mean(class_rows(called(params, "encoder"), called(params, "head"), batch))
-
-
-def called(params: Any, name: str) -> Any:
-    return lambda *args: CALLS[name](params[name], *args)
+    return mean(class_rows(NETWORKS(params), batch))
 
 
 def start(mesh: Any) -> dict[str, Any]:
@@ -102,9 +100,9 @@ def plain(batches: list[dict[str, Tensor]]) -> tuple[list[Tensor], dict[str, dic
     encoder, decoder, head = networks.values()
     optimizer = torch.optim.AdamW([*encoder.parameters(), *decoder.parameters()], 1e-2)
     for batch in batches[:STEPS]:
-        losses.append(descend(filling_rows(encoder, decoder, batch).mean(), optimizer))
+        losses.append(descend(filling_rows(networks, batch).mean(), optimizer))
     mae = {path: x.detach().clone() for path, x in tensors({"encoder": encoder, "decoder": decoder}).items()}
     optimizer = torch.optim.AdamW([*encoder.parameters(), *head.parameters()], 1e-2)
     for batch in batches[STEPS:]:
-        losses.append(descend(class_rows(encoder, head, batch).mean(), optimizer))
+        losses.append(descend(class_rows(networks, batch).mean(), optimizer))
     return losses, {"mae": mae, "vit": tensors({"encoder": encoder, "head": head})}

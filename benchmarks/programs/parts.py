@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,14 +30,17 @@ def seeded(make: Callable[[], dict[str, nn.Module]]) -> dict[str, nn.Module]:
         return {name: module.double() for name, module in make().items()}
 
 
-def functional(modules: Mapping[str, nn.Module]) -> tuple[dict[str, Callable[..., Any]], dict[str, Any]]:
-    """Functions `(params, *args)` of modules without buffers, and their parameters."""
+def functional(modules: Mapping[str, nn.Module]) -> tuple[Callable[[Any], dict[str, Any]], dict[str, Any]]:
+    """A function `networks(params)` that returns modules without buffers as functions, and their parameters."""
     pairs = {name: fshard.module.functionalize(module)[:2] for name, module in modules.items()}
 
-    def call(apply: Any) -> Callable[..., Any]:
-        return lambda params, *args: apply(params, {}, *args)[0]
+    def call(params: Any, name: str, *args: Any) -> Any:
+        return pairs[name][0](params[name], {}, *args)[0]
 
-    return {name: call(apply) for name, (apply, _) in pairs.items()}, {name: tree for name, (_, tree) in pairs.items()}
+    def networks(params: Any) -> dict[str, Any]:
+        return {name: partial(call, params, name) for name in pairs}
+
+    return networks, {name: params for name, (_, params) in pairs.items()}
 
 
 def mean(rows: Tensor) -> fshard.Mean:

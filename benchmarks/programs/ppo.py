@@ -46,12 +46,12 @@ def rollout(agent: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         rewards.append(-x.square().sum(1))
     data = {"places": torch.stack(places, 1), "actions": torch.stack(actions, 1)}
     values, last, gain = agent(data["places"])[1], agent(x)[1], torch.zeros_like(x[:, 0])
-    gains = []
+    found: list[Tensor] = []
     for t in reversed(range(TIME)):
         gain = rewards[t] + 0.9 * last - values[:, t] + 0.8 * gain
-        gains.append(gain)
+        found.append(gain)
         last = values[:, t]
-    gains = torch.stack(gains[::-1], 1)
+    gains = torch.stack(found[::-1], 1)
     return data | {"log_p": log_density(agent, data), "gains": gains, "returns": gains + values}
 
 
@@ -65,11 +65,11 @@ def rows(agent: Any, data: dict[str, Tensor]) -> Tensor:
     return (agent(data["places"])[1] - data["returns"]).square() - surrogate
 
 
-CALLS, PARAMS = functional(seeded(modules))
+NETWORKS, PARAMS = functional(seeded(modules))
 
 
 def called(params: Any) -> Any:
-    return lambda x: CALLS["agent"](params["agent"], x)
+    return NETWORKS(params)["agent"]
 
 
 def loss(params: Any, data: dict[str, Tensor]) -> fshard.Mean:

@@ -8,7 +8,7 @@ from torch.nn.functional import softplus
 
 import fshard
 
-from .parts import ROWS, STEPS, descend, functional, mean, normal, seeded, started, tensors
+from .parts import ROWS, STEPS, descend, functional, mean, normal, seeded, started
 
 PIXELS, CODE, CODES = 8, 3, 5
 TX = fshard.optim.adam(1e-2, b1=0.5)
@@ -38,28 +38,25 @@ def batches() -> list[Tensor]:
     return [normal(ROWS, PIXELS, seed=step) for step in range(STEPS)]
 
 
-def generator_rows(generate: Any, judge: Any, x: Tensor) -> Tensor:
-    fake, distance = generate(x)
-    return (fake - x).abs().sum(1) + distance + 0.2 * softplus(-judge(fake))[:, 0]
+def generator_rows(networks: Any, x: Tensor) -> Tensor:
+    fake, distance = networks["generator"](x)
+    return (fake - x).abs().sum(1) + distance + 0.2 * softplus(-networks["critic"](fake))[:, 0]
 
 
-def critic_rows(generate: Any, judge: Any, x: Tensor) -> Tensor:
-    return (softplus(judge(generate(x)[0].detach())) + softplus(-judge(x)))[:, 0]
+def critic_rows(networks: Any, x: Tensor) -> Tensor:
+    fake, judge = networks["generator"](x)[0].detach(), networks["critic"]
+    return (softplus(judge(fake)) + softplus(-judge(x)))[:, 0]
 
 
-CALLS, PARAMS = functional(seeded(modules))
-
-
-def called(params: dict[str, Any]) -> list[Any]:
-    return [lambda x, name=name: CALLS[name](params[name], x) for name in ("generator", "critic")]
+NETWORKS, PARAMS = functional(seeded(modules))
 
 
 def generator_loss(generator: Any, x: Tensor, critic: Any) -> fshard.Mean:
-    return mean(generator_rows(*called({"generator": generator, "critic": critic}), x))
+    return mean(generator_rows(NETWORKS({"generator": generator, "critic": critic}), x))
 
 
 def critic_loss(critic: Any, x: Tensor, generator: Any) -> fshard.Mean:
-    return mean(critic_rows(*called({"generator": generator, "critic": critic}), x))
+    return mean(critic_rows(NETWORKS({"generator": generator, "critic": critic}), x))
 
 
 def start(mesh: Any) -> dict[str, Any]:
@@ -76,6 +73,6 @@ def plain(batches: list[Tensor]) -> tuple[list[Tensor], dict[str, dict[str, Tens
     networks, losses = seeded(modules), []
     generator, critic = (torch.optim.Adam(x.parameters(), 1e-2, (0.5, 0.999)) for x in networks.values())
     for x in batches:
-        first = descend(generator_rows(*networks.values(), x).mean(), generator)
-        losses.append(torch.stack([first, descend(critic_rows(*networks.values(), x).mean(), critic)]))
+        first = descend(generator_rows(networks, x).mean(), generator)
+        losses.append(torch.stack([first, descend(critic_rows(networks, x).mean(), critic)]))
     return losses, {name: dict(module.named_parameters()) for name, module in networks.items()}
