@@ -5,7 +5,7 @@
 
 Each part is a process of its own with a time limit, so a part that hangs or dies does not stop the others, and a part
 that no longer fits is left out. Each row is printed and kept when it is known: a command that is killed has lost none.
-The folder has `gpu.md` (the table; docs/benchmarks.md describes the parts), `gpu.jsonl` (the same with figures),
+The folder has `gpu.md` (the table; RESULTS.md describes the parts), `gpu.jsonl` (the same with figures),
 `gpu.log` (what the parts said) and traces. The command fails if a case failed, but not if NCCL refuses to begin with
 several ranks on one GPU.
 """

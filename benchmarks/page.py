@@ -1,10 +1,11 @@
-"""Write the tables and the picture of `docs/benchmarks.md` from `docs/benchmarks.json`.
+"""Write tables from `docs/benchmarks.json`: two of `docs/benchmarks.md`, with its picture, and those of `RESULTS.md`.
 
 python benchmarks/page.py
 """
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,8 +16,22 @@ from systems import SYSTEMS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 RESULTS, PAGE, PICTURE = DOCS / "benchmarks.json", DOCS / "benchmarks.md", DOCS / "benchmarks.png"
+REST = Path(__file__).resolve().parent / "RESULTS.md"  # the tables that the page has no room for
 BEGIN = "<!-- begin: written by benchmarks/page.py from benchmarks.json -->"
 END = "<!-- end -->"
+
+
+# the rows of step times on the page; RESULTS.md has all
+ROWS = {
+    "fshard / fsdp2",
+    "fshard / fsdp1",
+    "fshard / local",
+    "fshard-whole / ddp",
+    "fshard-zero1 / ddp-zero",
+    "fshard-jit / fsdp2-compiled",
+    "fshard-jit / simple-compiled",
+    "fshard-jit / jax",
+}
 
 
 def _listed(items: Iterable[tuple[str, str]]) -> str:
@@ -24,15 +39,26 @@ def _listed(items: Iterable[tuple[str, str]]) -> str:
 
 
 def section(entries: Mapping[str, results.Entry]) -> str:
-    """The text between the marks."""
+    """The text between the marks of the page: ratios of step times, peak memory, models and systems."""
     systems = [
         (name, system.what)
         for name, system in SYSTEMS.items()
         if any(name in e.get("times", {}) for e in entries.values())
     ]
-    first, *others = map(results.markdown, results.tables(entries))
-    parts = [first, "Models:", _listed((name, DESCRIPTIONS[name]) for name in entries), "Systems:", _listed(systems)]
-    parts += others
+    title, columns, rows = results.ratios(entries)
+    rows = [[name, *(re.sub(r" to (?=\d)", "-", cell) for cell in cells)] for name, *cells in rows if name in ROWS]
+    ratios = f"{title}; below 1 the first system is faster; in parentheses the middle 80% of paired rounds"
+    _, systems_of, peaks = results.memory(entries)  # ratios alone, but for FSDP2
+    peaks = [[name, *(re.sub(r".*\((.*)\)", r"\1", cell) for cell in cells)] for name, *cells in peaks]
+    memory = "Peak memory divided by FSDP2's, which is in MB", systems_of, peaks
+    tables = [results.markdown(table) for table in ((ratios, columns, rows), memory)]
+    models = _listed((name, DESCRIPTIONS[name]) for name in entries)
+    return "\n\n".join([*tables, "Models:", models, "Systems:", _listed(systems)])
+
+
+def rest(entries: Mapping[str, results.Entry]) -> str:
+    """The text between the marks of `RESULTS.md`: all tables, and how each model was measured."""
+    parts = [results.markdown(table) for table in results.tables(entries)]
     for where in dict.fromkeys(map(_where, entries.values())):
         measured = [(name, _how(entry)) for name, entry in entries.items() if _where(entry) == where]
         parts += [f"Measured {where}:", _listed(measured)]
@@ -100,9 +126,10 @@ def _relative(of: Mapping[str, object], system: str) -> float | None:
 
 
 def update() -> None:
-    """Write the section and the picture."""
+    """Write both sections and the picture."""
     entries = {model: entry for model, entry in results.load(RESULTS).items() if model in MODELS}
     PAGE.write_text(with_section(PAGE.read_text(), section(entries)))
+    REST.write_text(with_section(REST.read_text(), rest(entries)))
     picture(entries, PICTURE)
 
 

@@ -103,8 +103,8 @@ def restore(
       tied leaves twice).
     - `fall_back=True`: if the checkpoint is damaged, restore the last whole one before it.
     - `donate=True`: give `like` away, and read into its memory, without memory for a second state.
-    - `strict=False`: leaves that the checkpoint lacks (a new head) keep the values of `like`, and unknown names are
-      ignored; rank 0 lists both in a UserWarning. A checkpoint without known names is an error.
+    - `strict=False`: leaves that the checkpoint lacks (a new head) keep the values of `like`; its other names are not
+      read. Rank 0 lists both in a UserWarning. No common name is an error.
     - `mesh`: the ranks that restore together, for a state without sharded leaves.
 
     If one rank has an error, all ranks raise, and nothing is restored. CheckpointError names the file and the leaf.
@@ -232,13 +232,9 @@ def _read_state(source: Checkpoint, origins: Mapping[str, Sequence[str]], into: 
 
 
 def _tell_names(source: Checkpoint, origins: Mapping[str, Sequence[str]], wanted: Contents) -> None:
-    """Warn of leaves that are not restored, and of names in the checkpoint that are not read."""
     names = {*wanted.forms, *wanted.values}
-    texts = {
-        "kept as in `like`": [x for x in names if x not in origins],
-        "not read": [x for x in origins if x not in names],
-    }
-    if told := [f"{len(found)} {what}: {listed(sorted(found))}" for what, found in texts.items() if found]:
+    unlike = {"kept as in `like`": names - origins.keys(), "not read": origins.keys() - names}
+    if told := [f"{len(some)} {what}: {listed(sorted(some))}" for what, some in unlike.items() if some]:
         warnings.warn(f"restore(strict=False) of {source.what}: {'; '.join(told)}", stacklevel=3)
 
 

@@ -94,8 +94,7 @@ def tree_sum(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
 class TreeSums:
     """Sums in a tree: a step has the same bits on 1, 2, 4, ... ranks.
 
-    `slices`: a power of two, at least the largest number of ranks of a run. A step cuts the batch of all ranks into at
-    most so many slices, and adds the gradients of slices in pairs (Note [Slices] in `train/slices.py`).
+    `slices`: a power of two, the most ranks of a run (Note [Slices] in `train/slices.py`).
 
     >>> import fshard
     >>> step = fshard.train_step(lambda w, x: (w * x).sum(), fshard.optim.sgd(0.1), reduction=TreeSums(slices=16))

@@ -4,7 +4,7 @@ Note [Two units]
     By default the unit in use and the units gathered ahead take at most twice the bytes of the largest unit; so do the
     unit with arriving gradients and the units being reduced. While a small unit computes, several small units travel,
     so the link has work. At least one unit travels, and at most `_MOST_AHEAD`: more units gained nothing
-    (docs/benchmarks.md). If collectives have several stages, only one unit is in the first stage.
+    (benchmarks/RESULTS.md). If collectives have several stages, only one unit is in the first stage.
 
 Note [Crossing over]
     Copies to host memory and copies from host memory each have a stream. A stream's work waits for all earlier work of

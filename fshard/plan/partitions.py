@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 
 from ..comm.mesh import Axes
@@ -29,22 +29,24 @@ def overs_of(sizes: Mapping[str, int], strategy: str | None, regather: object, o
     given = [name for name, over in zip(_PARTITIONS, overs, strict=True) if over is not None]
     if given := given + ["regather"] * (regather is not True):
         raise ValueError(f"strategy={strategy!r}: it says {given[0]} already. Leave out the strategy, or {given[0]}=")
-    if strategy.startswith("hsdp") and sizes and "replicate" not in sizes:
-        remedy = "init_device_mesh(..., mesh_dim_names=('replicate', 'shard')), or strategy='zero3'"
+    is_hybrid, whole = strategy.startswith("hsdp"), STRATEGIES[strategy]
+    others = [axis for axis in sizes if not is_hybrid or axis != "replicate"]
+    if is_hybrid and sizes and (not others or len(others) == len(sizes)):
         raise ValueError(
-            f"strategy={strategy!r}: the mesh has no axis 'replicate', it has {_texts(sizes)}. Use {remedy}"
+            f"strategy={strategy!r}: expected a mesh with the axis 'replicate' and another one, got {_texts(sizes)}. "
+            "Use init_device_mesh(..., mesh_dim_names=('replicate', 'shard')), or strategy='zero3'"
         )
-    whole, axis = STRATEGIES[strategy], _shard_axis(sizes)
+    axis = _shard_axis(others) if whole < len(_PARTITIONS) else ""
     result: list[Over] = [(axis,) if number >= whole else () for number in range(len(_PARTITIONS))]
     return [*result[:2], ("replicate", axis)] if strategy == "hsdp-all" else result
 
 
-def _shard_axis(sizes: Mapping[str, int]) -> str:
+def _shard_axis(sizes: Collection[str]) -> str:
     """Return the only axis of the mesh, else "shard"."""
     if len(sizes) == 1:
         return next(iter(sizes))
     if sizes and "shard" not in sizes:
-        remedy = "Give params_over, grads_over and state_over: names of axes, or ()"
+        remedy = "Name one so, or say params_over=, grads_over= and state_over= in place of a strategy"
         raise ValueError(
             f"make_plan: the mesh has the axes {_texts(sizes)}: expected one, or an axis 'shard'. {remedy}"
         )

@@ -336,7 +336,7 @@ def _replaced(x: Sharded, subtrees: Mapping[str, Tree]) -> Sharded:
     slots, seen = x.view.by_name(), dict[Slot, Tensor]()
     new = Sharded(x.view, [row.detach().clone() for row in x.tensors])
     spans = {new.layout.leaves[span.leaf].path: span for span in new.layout.mine}
-    for name, leaf in (pair for top in tops.items() for pair in _whole_leaves(*top)):
+    for name, leaf in (pair for top in tops.items() for pair in _leaves_by_unit(*top)):
         if (slot := slots[name]) in seen and not equal_values(seen[slot].to(leaf), leaf):
             raise ValueError(f"replace: {name!r} is tied with a leaf that has other values: give equal ones")
         seen |= {slot: leaf} if [*slots.values()].count(slot) > 1 else {}
@@ -345,7 +345,7 @@ def _replaced(x: Sharded, subtrees: Mapping[str, Tree]) -> Sharded:
     return new
 
 
-def _whole_leaves(above: str, x: Tree) -> Iterator[tuple[str, Tensor]]:
+def _leaves_by_unit(above: str, x: Tree) -> Iterator[tuple[str, Tensor]]:
     slots = x.view.by_name(above) if isinstance(x, Sharded) else {}
     yield from [] if slots else [(above, x)]
     for place in sorted({(slot.unit, slot.kind) for slot in slots.values()}):

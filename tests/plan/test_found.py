@@ -128,8 +128,15 @@ def test_other_words_are_errors() -> None:
     for bad in (3, ["ddp"]):
         with pytest.raises(ValueError, match=r"strategy=.*: expected one of 'ddp'"):
             fshard.make_plan([], strategy=bad)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="strategy='hsdp': the mesh has no axis 'replicate', it has 'dp'"):
-        fshard.make_plan([], AbstractMesh(dp=2), strategy="hsdp")
+    for sizes in ({"dp": 2}, {"replicate": 2}, {"a": 2, "shard": 2}):
+        for word in ("hsdp", "hsdp-all"):
+            with pytest.raises(ValueError, match=f"strategy='{word}': expected a mesh with the axis 'replicate' and"):
+                fshard.make_plan([], AbstractMesh(**sizes), strategy=word)
+    for word in ("zero1", "zero3"):
+        with pytest.raises(ValueError, match="in place of a strategy"):
+            fshard.make_plan([], AbstractMesh(a=2, b=2), strategy=word)
+    assert fshard.make_plan([], AbstractMesh(a=2, b=2), strategy="ddp").state_over == ()
+    assert fshard.make_plan([], AbstractMesh(replicate=2, gpu=2), strategy="hsdp").params_over == ("gpu",)
 
 
 def test_print_says_that_one_unit_is_most() -> None:

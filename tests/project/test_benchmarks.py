@@ -206,14 +206,16 @@ def test_results_are_what_was_saved(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("benchmarks")
 def test_the_page_shows_the_results() -> None:
-    """The tables of docs/benchmarks.md are those of docs/benchmarks.json, as the script writes them: otherwise a figure
-    could be changed, or forgotten, by hand."""
+    """The tables of docs/benchmarks.md and RESULTS.md are not those that the script writes from docs/benchmarks.json:
+    somebody changed, or forgot, a figure by hand."""
     import page
     import results
 
     text, entries = page.PAGE.read_text(), results.load(page.RESULTS)
     assert entries
     assert page.with_section(text, page.section(entries)) == text
+    assert page.with_section(page.REST.read_text(), page.rest(entries)) == page.REST.read_text()
+    assert {name for name, *_ in results.ratios(entries)[2]} >= page.ROWS
     assert page.with_section(text, "nothing") != text
     with pytest.raises(ValueError, match="needs the lines"):
         page.with_section(text + page.END, "nothing")

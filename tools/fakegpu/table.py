@@ -3,7 +3,7 @@
 Runs are the first or the last rank of a mesh, a reduction, and eager or a graph (steps.py has the words): `8-fast`,
 `2x4-exact-graph`, `8-exact-last`. Two are under way at once. It fails if a step raises, if there is a race, if a step
 needs a fifth more memory than estimated, or if a count of a step is not the one in `expected.json`; then it prints
-those that differ. `--update` writes them instead. `--page` prints the table that docs/fakegpu.md has in part.
+those that differ. `--update` writes them instead. `--page` prints them as a table.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def differing(got: dict[str, int], expected: dict[str, int] | None) -> str:
 
 
 def page(results: dict[str, dict[str, Case]]) -> str:
-    """The table that docs/fakegpu.md has in part: for each kind and run what a step calls, and what is not 0."""
+    """A table for reading: for each kind and run what a step calls, and what is not 0."""
     kinds = list(dict.fromkeys(name for cases in results.values() for name in cases))
     rows = [["kind", *results], ["---"] * (1 + len(results))]
     rows += [[name.replace("_", " "), *(cell(cases.get(name)) for cases in results.values())] for name in kinds]
