@@ -266,9 +266,9 @@ def sum_of_nodes(params: Any, x: Tensor) -> Tensor:
 
 
 RAGGED = {
-    "packed": ("Packed sequences", "packed_loss", packed, mean_of_tokens),
-    "graphs": ("Graphs", "graph_loss", graphs, sum_of_nodes),
-    "lists": ("Lists of tensors", "list_loss", listed, mean_of_tokens),
+    "packed": ("packed_loss", packed, mean_of_tokens),
+    "graphs": ("graph_loss", graphs, sum_of_nodes),
+    "lists": ("list_loss", listed, mean_of_tokens),
 }
 
 
@@ -279,22 +279,20 @@ RAGGED = {
 )
 def test_ragged_batches_are_those_of_one_device(name: str, num_ranks: int, call: Any) -> None:
     """A rank with more sequences, or longer ones, would count too little, or a step would refuse the batch."""
-    title, loss, batch_of, embedded = RAGGED[name]
+    loss, batch_of, embedded = RAGGED[name]
     rows = sequences(num_ranks, least=int(name == "lists"))  # torch stacks no empty list
-    first = defined("ragged.md")
-    params, (every, ys) = (
-        tree.map(torch.Tensor.double, first["params"]),
-        zip(*[row for of_rank in rows for row in of_rank], strict=True),
-    )
+    params = {"embed": normal(10, 4), "message": normal(4, 4, seed=1), "head": normal(4, 3, seed=2)}
+    every, ys = zip(*[row for of_rank in rows for row in of_rank], strict=True)
+    page, tx = defined("data.md", "Ragged data"), fshard.optim.sgd(1.0)
 
     def plain(params: Any) -> Tensor:
         scores = torch.stack([embedded(params, x) for x in every]) @ params["head"]
         return F.cross_entropy(scores, torch.tensor(ys))
 
     def on_a_rank(mesh: Any) -> Any:
-        page = defined("ragged.md", title, params=params, tx=fshard.optim.sgd(1.0))
-        step = call(fshard.train_step(page[loss], page["tx"]))
-        state, metrics = step(page["start"](mesh), batch_of(rows[mesh.get_rank()]))
+        step = call(fshard.train_step(page[loss], tx))
+        before = fshard.init_state(fshard.shard_params(params, fshard.make_plan(params, mesh)), tx)
+        state, metrics = step(before, batch_of(rows[mesh.get_rank()]))
         after = fshard.gather_params(state.params)
         return metrics["loss"], tree.map(torch.sub, params, after)
 
