@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.benchmarks import benchmarks  # noqa: F401  # a fixture
 from support.worlds import gloo
-from test_benchmarks import benchmarks  # noqa: F401  # a fixture
 
 PROGRAMS = ["latent_diffusion", "grpo_lora", "vqgan", "dlrm", "mae_vit", "flow", "ppo", "fixed_point", "gauss_newton"]
 WAYS = ["one device", "2 ranks", "3 ranks", "4 ranks", "2 x 2", "resumed, 2 to 3 ranks"]
