@@ -286,7 +286,8 @@ def test_the_check_of_the_history_can_fail(row: str) -> None:
         changes(good + row)
 
 
-def test_the_cost_on_many_ranks_is_that_of_a_steps_collectives(benchmarks: None) -> None:
+@pytest.mark.usefixtures("benchmarks")
+def test_the_cost_on_many_ranks_is_that_of_a_steps_collectives() -> None:
     """The table over many ranks would leave out collectives of a step, or not run."""
     import scale
 
