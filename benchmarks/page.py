@@ -76,12 +76,12 @@ def _how(entry: results.Entry) -> str:
     return f"`{entry['command']}`, {entry['rounds']} rounds, a load of {entry['load']:.1f} before it began"
 
 
-def with_section(page: str, text: str) -> str:
+def with_section(page: str, text: str, begin: str = BEGIN) -> str:
     """A page with `text` between its marks. ValueError if it does not have them once each."""
-    if page.count(BEGIN) != 1 or page.count(END) != 1:
-        raise ValueError(f"the page needs the lines {BEGIN!r} and {END!r}, once each")
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}"
+    if page.count(begin) != 1 or page.count(END) != 1:
+        raise ValueError(f"the page needs the lines {begin!r} and {END!r}, once each")
+    before, _, rest = page.partition(begin)
+    return f"{before}{begin}\n\n{text}\n\n{END}{rest.partition(END)[2]}"
 
 
 # what the picture shows, a colour for each family; all systems are in the tables

@@ -39,7 +39,7 @@ _LET_ALL_WRITE = "see that all ranks can write there"
 
 @dataclass
 class _Writing:
-    """A save by threads. It must not refer to the mesh, which keeps it (`_in_flight`): else connections stay open."""
+    """A save by threads. The mesh keeps it (`_in_flight`): with a reference back, connections would stay open."""
 
     what: str
     stop: threading.Event
@@ -75,7 +75,7 @@ class InFlight:
     """The last save in the background: the next save begins when this has ended."""
 
     last: _Writing | None = None
-    # of copies, kept for the next save: new memory is slow at the first touch
+    # host copies, reused by the next save: new memory is slow at the first touch
     memory: list[Tensor] = field(default_factory=list)
 
 
@@ -114,7 +114,7 @@ def save(
     """Save a state as the checkpoint of a step in a directory that all ranks see; every rank must call this.
 
     A state is a tree of `Sharded`, optimizer states, tensors, numbers and strings, as a `TrainState`. Each rank writes
-    its elements; if several ranks have the same elements, one rank writes all, or, if they are many, each a share.
+    its elements. One rank writes elements that several have; if these are many, each writes a share.
     Files are safetensors and an index in JSON. The checkpoint appears as a whole, in place of an earlier one of this
     step, or not at all. If ranks have different values of an unsharded leaf (a rank's position in its data), all values
     are saved.
@@ -193,7 +193,7 @@ def _in_a_thread(task: Callable[[], None]) -> Future[None]:
         else:
             done.set_result(None)
 
-    # no ThreadPoolExecutor: at exit Python joins its threads while the main thread is alive, as `_await` sees it
+    # no ThreadPoolExecutor: Python joins its threads before the main thread ends, and `_await` looks for that end
     threading.Thread(target=run, name="fshard.checkpoint").start()
     return done
 

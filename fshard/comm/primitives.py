@@ -104,7 +104,7 @@ def _fold(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:
 
 def _combine(parts: Sequence[Tensor], op: str, total: Tensor) -> Tensor:
     for part in parts:
-        # the kernel converts a part while adding, but no float8
+        # kernels convert a part while adding, except float8
         _COMBINE[op](total, part if part.dtype.itemsize > 1 else part.to(total.dtype), out=total)
     return total
 
@@ -154,7 +154,7 @@ def _start_gather(x: Tensor, ranks: Ranks, out: Tensor | None, call: Call, lent:
     local = sent = parts[ranks.rank]  # (n, ...), a view of `full`
     if local.data_ptr() != x.data_ptr():
         local.copy_(x)
-        sent = local if lent else x  # `exchange` copies no `x` in lent memory
+        sent = local if lent else x  # `exchange` sends an `x` in lent memory without a copy
     sends = [local if p == ranks.rank else sent for p in range(ranks.size)]
     return Pending(ranks.exchange(sends, parts, call), lambda _: full)
 
@@ -357,7 +357,7 @@ def deal(
     call = _counted(kind, x, ranks, label, nbytes, x.shape[1:], more=more)
     with profiled(kind, label):
         out = x.new_empty(sum(received), *x.shape[1:]) if out is None else out
-        # the rest is a last part, not sent, on all ranks: equal graphs
+        # all ranks split off a rest, even if empty, and drop it: equal graphs
         parts, recvs = (
             whole.split([*lengths, len(whole) - sum(lengths)])[:-1] for whole, lengths in ((x, sent), (out, received))
         )
@@ -415,7 +415,7 @@ def broadcast(x: Tensor, ranks: Ranks, src: int = 0, label: str = "") -> Pending
 def from_rank(x: Tensor, mesh: AnyMesh, src: int, label: str = "") -> Tensor:
     """Return the tensor of rank `src` of the mesh; `x` has the same shape and dtype on all ranks."""
     sizes = axis_sizes(mesh)
-    # ranks not in line with `src` receive along a later axis
+    # lines without `src` first send a wrong tensor; a later axis replaces it
     for axis in reversed(sizes):
         src, coordinate = divmod(src, sizes[axis])
         x = broadcast(x, along(mesh, axis), coordinate, label).wait()

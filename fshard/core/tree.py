@@ -28,7 +28,7 @@ from torch import Tensor
 from .differences import lacking
 
 _NAMESPACE = "torch"
-# a tree of any node types; a bare `Any` annotates no tree
+# any tree; an annotation `Any` means no tree
 Tree: TypeAlias = Any
 Spec = optree.PyTreeSpec
 Metadata: TypeAlias = Hashable | None  # compared as part of the structure
@@ -369,7 +369,7 @@ _STATIC = "fshard.tree.static"  # marks a field by its metadata
 
 
 def static(default: Tree = MISSING) -> Tree:
-    """Return a field of a `node`, with a `default`, that is metadata: a width, an activation.
+    """Return a field of a `node` for metadata, such as a width, with a `default`.
 
     >>> @tree.node
     ... class Scale:
@@ -423,7 +423,7 @@ def give_away(tree: Tree) -> None:
 
 def register_constant(cls: type[T]) -> type[T]:
     """Register immutable values as constants for torch.compile."""
-    # Private: by this attribute dynamo knows a frozen dataclass, would rebuild it from its fields, and fail
+    # Private: with this attribute dynamo would rebuild a frozen dataclass from its fields, and fail
     if "__dataclass_params__" in vars(cls):
         del cls.__dataclass_params__  # type: ignore[attr-defined]
     pytree.register_constant(cls)

@@ -7,14 +7,14 @@ Note [One order on all ranks]
     1. On several ranks each anchor takes an output of the previous anchor as input, and the backward starts from the
        loss and the last anchor. So every rank runs all anchors, the last made first. A unit gets its anchor at its
        first read, so ranks must read gathered units in one order. Units whole on every rank may be read in any order:
-       for these an eager step makes anchors in the order `Schedule.likely`, and a skipped unit's anchor has no leaves.
+       for these an eager step makes anchors in the order `Schedule.likely`, without leaves for units not read yet.
     2. The backward first gathers the unit last saved, or last read by a checkpoint. Autograd nodes made after an anchor
        run before the anchor, and gather the units of their saved views. If the loss does not use a node on this rank,
        the node never runs, and the anchor gathers the node's units.
 
     Ranks compare their saved units in the collective that sums the loss. If ranks saved different units, every
-    rank gathers all read units before the backward. An accelerator's host does not wait for the comparison: there the
-    device stops.
+    rank gathers all read units before the backward. An accelerator's host does not wait: if units differ, the device
+    stops.
 
     A unit read only while gradients are off, as inside a torch.autograd.Function, is reduced after the backward. A unit
     read during the backward gets an anchor outside the chain: `torch.autograd.grad` inside a backward must not run the
@@ -36,7 +36,7 @@ Note [The table of a backward]
          `early`.
 
        A frozen unit has no anchor. It stays until another unit's anchor only if gathered twice or by several
-       checkpoints, or with saved views left.
+       checkpoints, or if saved views are left.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Due(NamedTuple):
     """A unit in the table of a backward. As an event: autograd saved a view of the unit."""
 
     tape: Saves
-    before: int  # number of the next anchor then: the unit is gathered before any lower anchor runs
+    before: int  # number of the next anchor at the event: the unit is gathered before lower anchors run
     until: int | None  # the unit stays until this anchor runs; None: until its last saved view was used
     early: int  # replaces `until` if the chain gathers the unit before the program reads it
 
@@ -92,8 +92,7 @@ def backward_of(
     `numbers`: by unit, the number of its anchor; of a frozen unit, the number of the last anchor made before the first
     read. `ends(unit)`: True if the unit has trainable leaves, or saved views left. `is_linked`: as in `Chain`.
     """
-    # `reads[unit]`: its last checkpoint; True if gathered twice or by several checkpoints; the last anchor made before
-    # all these checkpoints
+    # `reads[unit]`: (last checkpoint, True if gathered twice or by several checkpoints, last anchor before all of them)
     due, reads = dict[U, Any](), dict[U, tuple[tuple[int, int], bool, int]]()
     for unit, event in record:
         if type(event) is Reread:
@@ -143,7 +142,7 @@ class Chain:
         self._planned = iter(planned)
 
     def bind(self, unit: TapeUnit, take: OnGrads, leaves: UnitLeaves) -> list[Tensor]:
-        """Return the leaves as outputs of an anchor. In the backward `take` is called once, after all touches."""
+        """Return the leaves as outputs of an anchor. The backward calls `take` once, after later touches' nodes."""
         if unit.anchor is not None:
             *bound, _ = Anchor.apply(unit.anchor, (TapeUnit.add, unit, leaves))
             return bound
@@ -163,7 +162,7 @@ class Chain:
         return bound
 
     def link(self, stop: TapeUnit | None, take: OnGrads) -> None:
-        """Give an anchor without leaves to planned trainable units before `stop` that have none."""
+        """Make anchors without leaves for planned trainable units before `stop` that lack an anchor."""
         for unit in self._planned:
             if unit is stop:
                 return
@@ -175,7 +174,7 @@ class Chain:
 
     def rerun(self, unit: TapeUnit, tape: Saves, block: Block, is_new: bool) -> None:
         hook, (number, _) = self._checkpoint
-        if block.hook is not hook:  # - 2: this read itself may have made the last anchor
+        if block.hook is not hook:  # not - 1: this read may have made the last anchor
             self._checkpoint = block.hook, (number + 1, len(self.outputs) - 2)
         read = Reread(tape, len(self.outputs), self._checkpoint[1], block.is_nested, is_new)
         self._record.append((unit, read))
@@ -207,7 +206,10 @@ class Chain:
                 self._waiting.append((until, unit))
 
     def anchor_ran(self, unit: TapeUnit) -> None:
-        """Gather units of nodes that never ran, and free waiting units: no node made after this anchor runs later."""
+        """Gather units of nodes that never ran, and free waiting units.
+
+        Nodes made after this anchor can no longer run.
+        """
         rows, number = self.table.due, self.numbers[unit]
         if rows and rows[next(reversed(rows))].before > number:
             self._catch_up(number)

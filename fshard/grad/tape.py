@@ -69,11 +69,12 @@ class Tape:
         chain: Chain | None = None,
         index: int = 1,
     ):
-        params, into, self._adds = travel.as_read(params, into)  # `_adds`: a joined unit's gradients may come twice
+        # `_adds`: True if joined units' gradients may come twice
+        params, into, self._adds = travel.as_read(params, into)
         self._params, self.plan, self._into = params, params.plan, into
         self._schedule = schedule(params.view)
         self._units = {n: TapeUnit(entry, stays=n == self.plan.root) for n, entry in self._schedule.entries.items()}
-        is_planned = self.plan.linked and self._schedule.any_whole and not is_tracing()  # all ranks trace one program
+        is_planned = self.plan.linked and self._schedule.any_whole and not is_tracing()  # traced ranks read alike
         planned = map(self._units.__getitem__, self._schedule.likely) if is_planned else ()
         self.chain = chain or Chain(autograd.root(), bool(self.plan.linked), planned)
         self.index = index  # among the chain's tapes
@@ -88,7 +89,7 @@ class Tape:
         self._touched: dict[int, bool] = {}  # by number of a read unit: True if gradients were on at a read
         self._reached: dict[int, bool] = {}  # by number of a unit with gradients: True if all trainable leaves got one
         self._makes_buffers = any(travel.is_buffer(params.view, kind, copied) for kind in params.view.kinds)
-        self._regather = self._makes_buffers and self._schedule.regathers and gathered is None  # in the forward
+        self._regather = self._makes_buffers and self._schedule.regathers and gathered is None  # False after `end`
         may_send = self._schedule.sends if into is None else self._schedule.resends
         self._resends = self._makes_buffers and gathered is None and may_send
         # True if the forward records reads by checkpoints
@@ -153,7 +154,7 @@ class Tape:
             unit.stays = True  # else each further read would gather the unit
         if self.shown:
             self.shown.let_go()
-        # ranks may read non-leading units in different orders, so such a read frees no sent unit
+        # without `leads`, ranks may read in different orders: such a read frees no sent unit
         leads = unit.leads if self._backward else unit.entry.leads
         # free other units before waiting for this unit: else all would be in memory
         here, self._here = self._here, [unit]
@@ -321,7 +322,7 @@ class Tape:
                 self._gathers.drop_held(unit)
         for unit in self._hidden():
             unit.gradients = "late"
-        # after the followers ended: the table has their units. `tied` units with all views used are not in `due`
+        # after all units' `let_go`: it spares marked units. Units with all views used are not in `due`
         for unit in self.chain.table.tied if self._into is not None else ():
             if unit.stays_for or unit not in self.chain.table.due:
                 unit.stays_for = "anchor"
@@ -459,7 +460,7 @@ class Tape:
         """
         for tape in self._followers:
             tape.close()
-        with suppress(MismatchError):  # only after an earlier error, and the earlier one says more
+        with suppress(MismatchError):  # raised only after another error, which says more
             self._reductions.drop()
             self._gathers.drop()
         self._here.clear()

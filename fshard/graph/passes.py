@@ -9,7 +9,7 @@ Note [What a pass must keep]
     1. Values: outputs have the same bits.
     2. Collectives: all ranks issue equal collectives in one order. A pass may drop, move and merge collectives with a
        label, such as gathers of units, because all ranks read the results in one order. The readers of a collective
-       without a label may differ between ranks, so no pass moves or merges it, or places another by such readers. A
+       without a label may differ between ranks, so no pass moves or merges it, or orders others by these readers. A
        pass may move its wait, unless the wait starts the second stage of an all-reduce.
     3. Waits: every collective has one `fshard.wait`, before the first reader of its result.
     4. Writes: no node moves past a write to memory it reads, or past a reader of memory it writes to (`NodeIndex` of
@@ -81,7 +81,7 @@ def _drop_unread(graph: fx.Graph) -> None:
 def shorten(graph: fx.Graph) -> None:
     """Make each view of a gathered buffer one node. Let readers of a `detach` or a write read its argument instead.
 
-    After a write, compilers compute each view anew, and for one part of a split all parts.
+    After a write, compilers recompute every view, and all parts of a split to get one.
     """
     for gather in gathers(index(graph)):
         buffer = next(x for x in gather.views if is_call(x, "getitem") and x.args == (gather.start, 0))  # (n,)
@@ -180,7 +180,7 @@ def _element(graph: fx.Graph, x: fx.Node, after: fx.Node) -> fx.Node:
 
 
 def _read_storages(graph: fx.Graph) -> set[int]:
-    """Return the storages of inputs and of read values. Waits and views read nothing; a read copy reads its source."""
+    """Return the storages of inputs and of read values. Waits and views read nothing, nor do unread copies."""
     read, copied = set[int](), dict[int, set[int]]()  # copied[s]: storages copied to s
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -256,7 +256,7 @@ def sink(graph: fx.Graph, in_flight: int = 0, ahead: int = 1) -> None:
 
 
 def _early(moved: Sequence[GatherNodes], order: Mapping[fx.Node, int], in_flight: int, ahead: int) -> Iterator[_Place]:
-    """Yield the place of each gather's start: before the first reader of the last gather `ahead` units earlier.
+    """Yield each gather's start: before the first reader of the last gather of the unit `ahead` units back.
 
     With `in_flight`, the place may be earlier if gathers from there to this gather have at most `in_flight` bytes.
     """

@@ -2,8 +2,7 @@
 
 Note [Casts]
     1. A call of a module casts its floating inputs, as in FSDP, if the policy names `compute` or `storage`, or changes
-       a parameter's dtype. Other tensors of the batch, such as
-       targets, keep their dtypes.
+       a parameter's dtype. Other tensors of the batch, such as targets, keep their dtypes.
     2. A policy may compute some submodules, such as norms, in another dtype than the rest. The outermost submodules
        with all parameters in one such dtype cast floating inputs to this dtype, and floating outputs to the dtype of
        the rest.
@@ -141,7 +140,7 @@ def cast_around(part: nn.Module, dtype: torch.dtype, around: torch.dtype | None)
         return out if around is None else _cast(out, around)
 
     vars(part)["forward"] = casting
-    # torch's transformer layers call a submodule only if it has a hook; else they may read its parameters alone
+    # torch's transformer layers call a submodule only if it has a hook; else they may read only its parameters
     part.register_forward_pre_hook(lambda module, args: None)
 
 

@@ -46,7 +46,7 @@ from .units import ENDS, ROOT
 
 _ALIGN_SHARDS = 16  # bytes
 _BUCKET = 1 << 20  # bytes; smaller units cost time for messages, not for bytes
-_SMALL_GRADIENTS = 16 << 20  # most bytes of gradients, if they wait in memory for a joined unit
+_SMALL_GRADIENTS = 16 << 20  # joined units hold gradients longer in memory: only up to these bytes
 _MANY = 8  # saved messages worth advice
 
 Shares = Mapping[str, tuple[Axes, Sequence[int]]]
@@ -171,7 +171,7 @@ class Plan:
     def lasting(self) -> frozenset[int]:
         """The units that stay from their second gather in a forward to the forward's end.
 
-        A loss may come back to these: to `(first)` and `(last)` between other units, to joined units part by part.
+        A loss may read these again: `(first)` and `(last)` between other units, joined units part by part.
         """
         return frozenset(number for number, unit in enumerate(self.units) if unit.name in ENDS or unit.joined)
 
@@ -209,7 +209,10 @@ class Plan:
 
     @memo
     def as_read(self) -> Plan | None:
-        """A plan of joined units over the same tensors, for an eager loss; None for a large, sent or cast tree."""
+        """Joined units over the same tensors, for an eager loss.
+
+        None if leaves are sent or cast, or the tree is large.
+        """
         if self.gather or self.param_wire or self.grad_wire or self.num_ranks(self.axis_names) > 1:
             return None
         if sum(self.ahead.sizes) > _SMALL_GRADIENTS:
@@ -235,7 +238,7 @@ class Plan:
     def rule(self, kind: int, over: Axes) -> Rule:
         """Return the rule of a kind in a tree cut over `over`.
 
-        Whole leaves are copies in any tree. Parts of split leaves are cut over ranks with the same part.
+        Whole leaves are never cut. Parts of split leaves are cut over ranks with the same part.
         """
         if self.kinds[kind].whole:
             return COPIES
@@ -387,7 +390,7 @@ class Plan:
         return tuple(tuple(by_shard[at]) for at in sorted(by_shard))
 
     def lines(self, shares: Shares, units: Iterable[int]) -> list[TableLine]:
-        """Return lines with contents and holders of units; units equal but for numbers in names share lines.
+        """Return lines of units' contents and holders. Equal units share lines: names may differ in numbers.
 
         `shares`: by column, the axes of a partition, and the bytes of an element of each kind.
         """

@@ -57,7 +57,7 @@ class View:
         return {slot: Wanted(names, _slot_form(slot)) for slot, names in self.names().items()}
 
     def by_name(self, above: str = "") -> dict[str, Slot]:
-        """The slots of the subtree's leaves whose kind the view has, by name below `above`."""
+        """The slots of leaves whose kind the view has, by name; `above` begins each name."""
         pairs = zip(tree.leaf_paths(self.spec), self.slots(), strict=True)
         return {tree.joined(above, name): slot for name, slot in pairs if slot.kind in self.kinds}
 
@@ -154,7 +154,7 @@ class Schedule:
         self.mixed = self.sends and not all(e.sent for e in self.entries.values())
         self.any_whole = any(e.trained and not e.sent for e in self.entries.values())  # whole on every rank
         folder_of = {slot: (e.unit, number) for e in self.entries.values() for number, slot in enumerate(e.slots)}
-        # by leaf number in the whole tree: (unit, number in the unit), or None for other kinds; the leaf's claim
+        # both by leaf number in the whole tree; `_slots`: (unit, number in the unit), or None for other kinds
         self._slots = [folder_of.get(plan.slots[number]) for number in plan.leaves]
         self._claims = _claims(plan)
         self._runs: dict[tuple[int, int], LeafRuns | None] = {}
@@ -163,7 +163,7 @@ class Schedule:
     def likely(self) -> list[int]:
         """The units in the likely order of their first reads.
 
-        If the unit after the layers is the only end, it comes first: it may be an embedding.
+        `(last)` without `(first)` comes first: it may be an embedding.
         """
         ends = [e.name for e in self.entries.values() if e.name in ENDS]
         return sorted(self.entries, key=lambda unit: ends != [LAST] or self.entries[unit].name != LAST)
@@ -200,7 +200,7 @@ def _runs_of_places(places: Iterable[tuple[int, int]]) -> LeafRuns:
 def _claims(plan: Plan) -> list[tuple[int, str]]:
     """Return each leaf's unit, and in a joined unit the name of the unit that claimed it.
 
-    Lazy containers follow the units that the user named, not joined units.
+    A subtree is lazy if the user named several units in it, even if these are joined.
     """
     joined = [set(unit.joined) for unit in plan.units]
 

@@ -260,7 +260,7 @@ def check_equal_batches(batch: Tree, plan: Plan) -> None:
         return
     if isinstance(grid, ProcessMesh) and not is_announcing():
         return
-    comparable = Tensor | str | int | float  # and numpy's arrays; shards of a Sharded differ by rank
+    comparable = Tensor | str | int | float  # and numpy's arrays; no Sharded: its shards differ by rank
     leaves = sorted(tree.paths_to(batch, Sharded), key=itemgetter(0))
     named = [(path, x) for path, x in leaves if isinstance(x, comparable) or hasattr(x, "__array__")]
     number = consensus.unlike_index([_numbered(x) for _, x in named], grid, axes)

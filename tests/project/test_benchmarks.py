@@ -7,29 +7,15 @@ import re
 import statistics
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.benchmarks import BENCHMARKS, benchmarks  # noqa: F401  # a fixture
 from support.worlds import gloo, simulated
 
 ROOT = Path(__file__).parents[2]
-BENCHMARKS = str(ROOT / "benchmarks")
-
-
-@pytest.fixture
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Modules of `benchmarks/` can be imported, and are forgotten afterwards: their names are plain words."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    with warnings.catch_warnings(action="ignore"):  # torch.distributed.optim uses what torch deprecates
-        import torch.distributed.optim  # noqa: F401
-    yield
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", None)).startswith(BENCHMARKS):
-            del sys.modules[name]
 
 
 def losses(mesh: Any, modules: Any) -> list[torch.Tensor]:

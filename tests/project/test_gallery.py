@@ -12,8 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import fits
+import hypergradient
 import pytest
+import torch
 from support.worlds import gloo, simulated
+
+import fshard
 
 
 def number(printed: str, words: str) -> float:
@@ -31,6 +35,15 @@ EXAMPLES: dict[str, Callable[[str], bool]] = {
     "maml": lambda text: number(text, "five") < number(text, "one step") < number(text, "adaptation") / 2,
     "dpo": lambda text: number(text, "before") < 0.6 < 0.95 < number(text, "after") and number(text, "change:") < 1e-4,
     "gan": lambda text: number(text, "after") < 0.5 < 2 < number(text, "before"),
+    "nodes": lambda text: number(text, "before") < 0.6 < 0.98 < number(text, "after") and "blocks.2" in text,
+    "ensemble": lambda text: (
+        number(text, "of all") < number(text, "a member") < 0.03
+        and number(text, "far from it") > 5 * number(text, "data")
+    ),
+    "hypergradient": lambda text: (
+        number(text, "after") < number(text, "before") / 50
+        and number(text, "wrong rows") < number(text, "right rows") / 4
+    ),
     "diffusion": lambda text: number(text, "average") < 0.01 and number(text, "average") < number(text, "parameters"),
 }
 FEW = 10  # steps, in which processes show that they print the same
@@ -98,3 +111,28 @@ def test_whether_a_model_fits():
         fits.main()
     answers = {row.split()[1]: row.split()[-4] for row in text.getvalue().splitlines() if "yes" in row or "no" in row}
     assert answers == {"DDP": "no", "ZeRO-1": "yes", "FULL_SHARD": "yes"}, text.getvalue()
+
+
+def test_a_hypergradient_is_that_of_plain_torch():
+    """The gradient through ten steps of an optimizer would lack a term."""
+    torch.manual_seed(0)
+    draw = partial(torch.randn, dtype=torch.float64)
+    training, clean = ({"x": draw(rows, 5), "y": draw(rows)} for rows in (96, 13))
+    params = {"weights": draw(96), "log_lr": draw(()) - 3}
+
+    def on_a_rank(mesh: Any) -> Any:
+        rows = {name: x.tensor_split([4])[mesh.get_rank()] for name, x in clean.items()}
+        sharded = fshard.shard_params(params, fshard.make_plan(params, mesh))
+        return fshard.gather_params(fshard.value_and_grad(hypergradient.loss)(sharded, rows, training)[1])
+
+    weights, log_lr = leaves = [x.requires_grad_() for x in params.values()]
+    model, momentum = torch.zeros(5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
+    for _ in range(10):  # the gradient of the weighted squares, by hand
+        errors = training["x"] @ model - training["y"]
+        slope = 2 * training["x"].T @ (torch.nn.functional.softplus(weights) * errors) / 96
+        momentum = 0.5 * momentum + slope
+        model = model - log_lr.exp() * momentum
+    expected = torch.autograd.grad((clean["x"] @ model - clean["y"]).square().mean(), leaves)
+    for found in simulated(on_a_rank):
+        for x, y in zip(found.values(), expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-13)

@@ -1,0 +1,1 @@
+"""Programs of benchmarks/proof.py: each has `start`, `step` and `batches`, and a loop in plain torch."""
