@@ -1,8 +1,8 @@
 """Differentiable collectives over a mesh axis, closed under torch.func: grad, vjp, jvp, vmap, to any order.
 
-A collective is a linear map on the stack of all ranks' values; its backward is the adjoint map. So differentiating on
-every rank gives the gradient of the *sum of all ranks' outputs*. For the gradient of one replicated number, divide by
-the number of ranks, or return `fshard.Mean` from the loss.
+A collective is a linear map on the stack of all ranks' values; its backward is the adjoint. So differentiating on every
+rank gives the gradient of the *sum of all ranks' outputs*. For one replicated number's gradient, divide by the number
+of ranks, or return `fshard.Mean` from the loss.
 
 Along an axis a value is *replicated* (equal on all ranks; each rank holds one summand of the gradient), *invariant*
 (equal, with equal gradients), *varying* (different) or *partial* (each rank holds one summand), as in JAX's shard_map:

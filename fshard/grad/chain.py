@@ -32,8 +32,8 @@ Note [The table of a backward]
        - If the program reads the unit in the backward, the checkpoint is running again: `until` is the unit's anchor.
        - If `Chain` gathers the unit in advance, the checkpoint may run later: `early` is the unit's anchor or the last
          anchor before the checkpoint, whichever was made first.
-       - If the unit was gathered twice or by several checkpoints, or saved after its last checkpoint, `until` is
-         `early`.
+       - If the unit was gathered twice, by several checkpoints or by one inside another, or saved after its last
+         checkpoint, `until` is `early`.
 
        A frozen unit has no anchor. It stays until another unit's anchor only if gathered twice or by several
        checkpoints, or if saved views are left.

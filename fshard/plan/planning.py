@@ -58,22 +58,21 @@ def make_plan(
 
     Units and axes:
 
-    - `units`: the subtrees to gather as one unit each. Left out: repeated siblings, the outermost first. Siblings
-      repeat if their leaves have the same names, shapes and dtypes, and a leaf has two dims; leaves of a list may be
-      siblings. `[]`: all leaves are one unit. Else give dotted path patterns (`*` one component, `**` any number; an
-      existing path means itself), a predicate `(path, subtree) -> bool`, or a number of elements at which a unit is
-      full. A tuple of patterns in the list is one unit, adjacent or not (`[("embed", "head"), "blocks.*"]`): this unit
-      stays from its second gather to the end of the forward. Leaves before the first selected one are the unit
-      `(first)`, leaves after the last one the unit `(last)`. Other leaves, and leaves tied across these units, are the
-      unit `(root)`, gathered once for a forward.
+    - `units`: the subtrees to gather as one unit each. Left out: repeated siblings, the outermost first: their leaves
+      have the same names, shapes and dtypes, one has two dims, and a list's leaves may be siblings. `[]`: one unit.
+      Else dotted path patterns (`*` one component, `**` any number; an existing path means itself), a predicate
+      `(path, subtree) -> bool`, or a number of elements at which a unit is full. A tuple of patterns in the list is one
+      unit, adjacent or not (`[("embed", "head"), "blocks.*"]`), and stays from its second gather to the end of the
+      forward. Leaves before the first selected one are the unit `(first)`, leaves after the last one `(last)`. Other
+      leaves, and leaves tied across these units, are the unit `(root)`, gathered once for a forward.
     - `strategy`: a word for the next four arguments: "ddp", "zero1", "zero2", "zero3" (the default), "hsdp" (zero3 on a
       mesh with an axis `replicate`) or "hsdp-all" (hsdp, optimizer state cut over `replicate` as well).
     - `params_over`, `grads_over`, `state_over`: the axes over which parameters, gradients and optimizer state are
       partitioned. Each must include the axes of the argument before. Left out: the only axis of the mesh, else `shard`.
     - `regather`: True frees gathered parameters during the forward, and gathers them again in the backward; False keeps
       them. Names of the last axes of `params_over` (the axis inside a host, say) keep a copy cut over these axes, and
-      the backward gathers over these alone. A dict gives each unit its value, by names or patterns of units
-      (`"(last)"`, say) or of their subtrees; the first match counts, and other units have True.
+      the backward gathers over these alone. A dict has the values of units, by names or patterns (`"(last)"`, say) of
+      units or of their subtrees; the first match counts, other units have True.
 
     Leaves by themselves. `whole`, `frozen` and `offload` each take a pattern, several patterns, or a predicate.
     Integer leaves are always frozen. If some leaves require a gradient, as in a module, each `nn.Parameter` without
@@ -84,8 +83,8 @@ def make_plan(
     - `whole`: these leaves stay whole on every rank.
     - `frozen`: these leaves get no gradient and no optimizer state.
     - `offload`: parameters, gradients and optimizer state of these leaves lie in host memory, where the optimizer
-      updates them; the device of the mesh computes with them. The word "state" (unless a subtree has this name) keeps
-      only the optimizer state there: an update copies the state of one unit after the other to the device and back.
+      updates them; the device of the mesh computes with them. The word "state" keeps only the optimizer state there:
+      an update copies the state of one unit after the other to the device and back.
     - `split`: leaves with a different part on each rank along an axis. A dict maps patterns to (axis, dim), or to
       (axis, dim, blocks) for a dim of `blocks` blocks end to end, each split by itself. `shard_params` takes and
       `gather_params` gives the whole leaf. A loss sees this rank's part, cut as by `torch.chunk`. Gradients of split
@@ -102,15 +101,12 @@ def make_plan(
     - `prefetch`: the number of units gathered ahead of the unit in use, and of units reduced behind it. Default: one
       unit, or several small units if these and the unit in use take at most twice the memory of the largest unit
       (Note [Two units] in `plan/ahead.py`).
-    - `bucket`: join neighbouring units up to so many bytes; 0 joins none. For a small unit the message costs more than
-      its bytes: join units of some kilobytes up to 1 MiB (`1 << 20`). Joined units need two to three times the
-      bucket in memory.
-
-    On a mesh of processes the plans of all ranks are compared.
+    - `bucket`: join neighbouring units up to so many bytes; 0 joins none. For units of some kilobytes, messages cost
+      more than bytes: join these up to 1 MiB (`1 << 20`). Joined units need two to three times the bucket in memory.
 
     Raises TypeError (an argument of a wrong type), ValueError (wrong axes or patterns, leaves that are not plain dense
     tensors or share part of their memory, plain tensors next to parameters, `frozen` that contradicts `requires_grad`)
-    and MismatchError (plans of ranks differ).
+    and, on a mesh of processes, MismatchError (plans of ranks differ).
 
     Source: the flat parameter of Zhao et al., PyTorch FSDP (2023); the partitions of Rajbhandari et al., ZeRO (2020).
     """

@@ -281,6 +281,7 @@ def train_step(
     _check_built(transform, accumulate, clip_norm, skip_labels, with_extra, by)
     how = {"accumulate": accumulate, "reduce_once": reduce_once, "with_extra": with_extra, "skip_labels": skip_labels}
     how |= {name: on for name, on in flags.items() if on}
+    how |= {"slices": by.slices} if isinstance(by, TreeSums) else {}
     if in_backward:
         check_in_backward(transform, by, donate, how)
     named = reduction if isinstance(reduction, str | None) else type(reduction).__qualname__
