@@ -260,8 +260,7 @@ def train_step(
       scale. With `clip_norm` the forward and backward run twice, first for the norm. Leaves that a rank holds whole are
       copied when read. An error in the backward gives the state away. In a graph the passes of `jit` decide when units
       are updated.
-    - `keep_gathered`: each unit is gathered once a step, and stays in memory until the last micro-batch, so all units
-      are in memory. Results have the same bits.
+    - `keep_gathered`: each unit is gathered once a step, and stays in memory until the last micro-batch: all units do.
 
     `metrics` has 0-d tensors, equal on all ranks: `loss`, `grad_norm` (before clipping) and `found_inf`. Random numbers
     drawn in the loss come from the state alone, differ by rank, step and micro-batch, and leave torch's generator as it
