@@ -1,8 +1,11 @@
-"""Ray Train: the same job as Ray's workers. `storage` is a folder that all hosts share, or a URL as s3://bucket/run.
+"""Ray Train: the same job as Ray's workers.
+
+`storage` is a folder that all hosts share, or a URL as s3://bucket/run:
 
     python examples/clusters/ray_train.py --storage /shared --workers 16 --gpu
 
-Ray makes the process group. A second run with the same storage goes on from the checkpoint of the first.
+Ray makes the process group. A second run with the same storage goes on from the
+checkpoint of the first.
 """
 
 import argparse
@@ -34,7 +37,8 @@ def main() -> None:
         run_config=RunConfig(
             name="fshard",
             storage_path=storage,
-            failure_config=FailureConfig(max_failures=3),  # a worker that is lost: all start again, from the checkpoint
+            # if a worker is lost, all start again, from the checkpoint
+            failure_config=FailureConfig(max_failures=3),
         ),
     )
     trainer.fit()

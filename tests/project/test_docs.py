@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 WITHOUT_PYTHON = {"architecture", "benchmarks", "comparison", "contributing", "examples"}
-WITHOUT_PYTHON |= {"fakegpu", "from_fsdp", "launch", "limits", "parity", "proof", "releases"}
+WITHOUT_PYTHON |= {"from_fsdp", "limits", "parity", "proof", "releases"}
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

@@ -1,10 +1,12 @@
 """The examples with modules run: simulated and in processes alike, and with FSDP2 and fshard alike."""
 
+import difflib
 import importlib.util
 import os
 import re
 import subprocess
 import sys
+import textwrap
 import warnings
 from argparse import Namespace
 from pathlib import Path
@@ -115,24 +117,31 @@ def test_the_script_of_fsdp2_and_its_port_agree(start):
         assert not ranks[1][name][1][1], "the state dict is for rank 0"
 
 
-# where each block of docs/from_fsdp.md begins
-BLOCKS = ["from typing", "def with_fsdp2", "def with_fshard", "def batches"]
+def training(source: str, name: str) -> list[str]:
+    """The lines of a function of the example from its first comment on, without annotations."""
+    body = source.split(f"def {name}(")[1].split("\n    # ", 1)[1].split("\n    return losses")[0]
+    return textwrap.dedent(re.sub(r": Any| -> Any", "", f"    # {body}")).splitlines()
 
 
-def blocks() -> list[str]:
-    """The example without its docstring, cut into the blocks of docs/from_fsdp.md."""
+def port() -> str:
+    """The example as a diff: comments are in both functions, and begin its parts."""
     source = (ROOT / "examples" / "port_fsdp2.py").read_text()
-    starts = [source.index(line) for line in BLOCKS]
-    return [source[a:b].rstrip() for a, b in zip(starts, [*starts[1:], None], strict=True)]
+    old, new = (training(source, name) for name in ("with_fsdp2", "with_fshard"))
+    lines: list[str] = []
+    for tag, a, b, c, d in difflib.SequenceMatcher(lambda line: not line.startswith("#"), old, new).get_opcodes():
+        lines += [f"  {x}" for x in old[a:b]] if tag == "equal" else [f"- {x}" for x in old[a:b]]
+        lines += [] if tag == "equal" else [f"+ {x}" for x in new[c:d]]
+    return "\n".join(line.rstrip() for line in lines if line.strip(" +-"))
+
+
+BLOCK = r"(?ms)^```diff\n(  # a model without memory\n.*?)\n```$"
 
 
 def test_the_page_shows_the_example():
     """The page would show other lines than those that were compared."""
-    assert re.findall(r"(?ms)^```py\n(.*?)\n```$", PAGE.read_text()) == blocks(), (
-        "run: python tests/project/test_examples.py"
-    )
+    assert re.findall(BLOCK, PAGE.read_text()) == [port()], "run: PYTHONPATH=tests python tests/project/test_examples.py"
+    assert max(map(len, port().splitlines())) <= 88
 
 
 if __name__ == "__main__":
-    shown = iter(blocks())
-    PAGE.write_text(re.sub(r"(?ms)^```py\n.*?^```$", lambda _: f"```py\n{next(shown)}\n```", PAGE.read_text()))
+    PAGE.write_text(re.sub(BLOCK, lambda _: f"```diff\n{port()}\n```", PAGE.read_text()))

@@ -33,8 +33,10 @@ def methods(cls: type) -> list[str]:
 
 
 ASKED = {
-    "from_fsdp.md": [*arguments(fully_shard), *methods(FSDPModule), *arguments(MixedPrecisionPolicy)],
-    "from_fsdp1.md": [
+    "from_fsdp.md": [
+        *arguments(fully_shard),
+        *methods(FSDPModule),
+        *arguments(MixedPrecisionPolicy),
         *arguments(FullyShardedDataParallel),
         *(name for name in Strategy.__members__),
         *(name for name in arguments(MixedPrecision) if name != "cast_root_forward_inputs"),
