@@ -165,12 +165,12 @@ def estimate(step: Callable[..., Tree], state: Tree, batch: Tree, *args: Tree, *
     return Estimate(figures.peak, tuple(figures.memory), traffic, device, said, tuple(notes))
 
 
-EAGER = "a step that is not jitted keeps more: up to 1.22 times this peak was measured (docs/estimate.md)"
+EAGER = "a step that is not jitted keeps more: up to 1.22 times this peak was measured (docs/compile.md)"
 ON_HOST = (
     "the optimizer's state is in host memory and not counted; an update has that of one unit on the device, or, in a "
     "graph and for an optimizer that looks at leaves or norms, all of it"
 )
-_SOURCE = "counted on the graph; the allocator of CPU ranks agreed to 3% in most steps (docs/estimate.md)"
+_SOURCE = "counted on the graph; the allocator of CPU ranks agreed to 3% in most steps (docs/compile.md)"
 _RESERVED = "1 to 1.6 times what is allocated: DeepSpeed ZeRO-2 and FSDP1 in OpenTau PR#273"
 _WORKSPACES = "cuBLAS: 8,519,680 bytes, on Hopper 32 MiB a stream (pytorch PR#120925), of two streams at most"
 _COMMUNICATORS = "NCCL: 544 MB (nccl#964) to 2 GB (nccl#864) for each axis along which ranks send"

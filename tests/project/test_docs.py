@@ -37,15 +37,16 @@ def test_the_python_of_a_page_runs(page: Path) -> None:
         exec(compile(block, str(page), "exec"), scope)
 
 
-def test_the_recipes_run_on_ranks() -> None:
+@pytest.mark.parametrize(("page", "name"), [("recipes.md", "direction"), ("several_modules.md", "average")])
+def test_the_recipes_run_on_ranks(page: str, name: str) -> None:
     """The recipes run on several ranks as they stand: otherwise they would be recipes for one device."""
-    code = "".join(BLOCK.findall((ROOT / "docs" / "recipes.md").read_text()))
+    code = "".join(BLOCK.findall((ROOT / "docs" / page).read_text()))
     assert code.count("mesh = None") == 1
 
     def on_a_rank(mesh: object) -> torch.Tensor:
         scope: dict[str, Any] = {"given": mesh}
-        exec(compile(code.replace("mesh = None", "mesh = given"), "recipes.md", "exec"), scope)
-        return scope["tree"].dot(scope["direction"], scope["direction"])
+        exec(compile(code.replace("mesh = None", "mesh = given"), page, "exec"), scope)
+        return scope["tree"].dot(scope[name], scope[name])
 
     first, second = simulate(on_a_rank, shard=2)
     assert first == second
