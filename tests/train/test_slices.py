@@ -329,7 +329,7 @@ def test_what_cannot_be():
         by = fshard.reduction.TreeSums(8 << mesh.get_rank())
         fshard.train_step(loss, ADAMW, reduction=by)(started(mesh, ADAMW), rows_of(0, mesh))
 
-    with pytest.raises(fshard.MismatchError, match="slices=8.*slices=16"):
+    with pytest.raises(fshard.MismatchError, match=r"slices=8.*slices=16"):
         simulated(differ, shard=2)
     with pytest.raises(ValueError, match="slices=6: expected a power of two"):
         fshard.reduction.TreeSums(slices=6)
