@@ -139,9 +139,8 @@ BLOCK = r"(?ms)^```diff\n(  # a model without memory\n.*?)\n```$"
 
 def test_the_page_shows_the_example():
     """The page would show other lines than those that were compared."""
-    assert re.findall(BLOCK, PAGE.read_text()) == [port()], (
-        "run: PYTHONPATH=tests python tests/project/test_examples.py"
-    )
+    again = "run: PYTHONPATH=tests python tests/project/test_examples.py"
+    assert re.findall(BLOCK, PAGE.read_text()) == [port()], again
     assert max(map(len, port().splitlines())) <= 88
 
 
