@@ -38,7 +38,6 @@ class TextLine(NamedTuple):
 
 
 def number(value: object) -> object:
-    """Return nan and infinities as text, for JSON."""
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

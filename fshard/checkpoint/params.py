@@ -206,7 +206,6 @@ def _put_unit(params: Sharded, row: Row[Slot], entry_of: Mapping[Slot, FileEntry
 
 
 def _rows(params: Sharded) -> list[Row[Slot]]:
-    """Return the tree's rows in the order of gathers."""
     return [params.view.rows[place] for place in params.plan.rows if place in params.view.rows]
 
 

@@ -252,7 +252,6 @@ def _tell_threads(source: Checkpoint, state: Tree) -> None:
 
 
 def _origins(source: Checkpoint, wanted: Contents, rename: Rename | None, strict: bool) -> dict[str, list[str]]:
-    """Return the names in the checkpoint by the names in `like`."""
     index = source.index
     origins = names_by_new(index.names, rename, index.left_out)
     for alias, name in wanted.aliases.items():
@@ -345,7 +344,6 @@ def reads_of(part: SavedSpan, entry: IndexEntry, unlike: str = "") -> Iterator[P
 
 
 def _in_order(part: SavedSpan, entry: IndexEntry, unlike: str) -> Iterator[PieceRead]:
-    """As `reads_of`, if the checkpoint has the leaf in another order."""
     out = part.elements.view(-1)
     picks = picks_in(entry.order, entry.shape, part.order, part.begin, len(out))
     for piece in entry.pieces:

@@ -162,7 +162,6 @@ def of_all(text: str, mesh: AnyMesh) -> list[str]:
 
 
 def rows_of_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
-    """Return all ranks' bytes, of any lengths."""
     # a row begins with its length, and is padded to the longest row
     data = len(data).to_bytes(8, "little") + data
     length = all_reduce(torch.tensor([len(data)], device=ranks.device), ranks, "bytes", op="max").wait()

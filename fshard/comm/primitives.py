@@ -270,7 +270,6 @@ def all_reduce(
 
 
 def is_direct(x: Tensor, size: int, op: str) -> bool:
-    """True if one stage sends whole tensors."""
     # between two ranks, two stages would send as many bytes
     if size <= 2 or x.nbytes * max(size, FEW) <= _SMALL_MESSAGE * FEW:
         return True
@@ -430,7 +429,6 @@ def buffer(mesh: AnyMesh, axes: Sequence[str], numel: int, like: Tensor, *, lent
 def total(
     x: Tensor, mesh: AnyMesh, axes: Axes | None = None, op: str = "sum", label: str = "", more: str = ""
 ) -> Tensor:
-    """Reduce a small tensor over `axes` (None: all)."""
     return start_total(x, mesh, axes, op, label, more).wait()
 
 

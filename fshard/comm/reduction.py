@@ -83,7 +83,6 @@ class Sums:
 
 
 def tree_sum(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Add tensors in a balanced binary tree, narrow dtypes in float32."""
     parts = [part.to(primitives.sum_dtype(part.dtype)) for part in parts]
     while len(parts) > 1:  # an odd last part goes up a level alone
         parts = [*(a + b for a, b in zip(parts[::2], parts[1::2], strict=False)), *parts[len(parts) & ~1 :]]

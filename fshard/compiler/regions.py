@@ -173,7 +173,6 @@ def _region(run: Sequence[fx.Node], read: Sequence[fx.Node], needed: set[fx.Node
 
 
 def boxed(*values: Tensor) -> list[Tensor]:
-    """Return a list of values, for a region to empty."""
     return [*values]
 
 

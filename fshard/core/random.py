@@ -196,7 +196,6 @@ UPDATE: ContextVar[Seeds | None] = ContextVar("fshard.core.random.update", defau
 
 
 def position(device: torch.device) -> Hashable:
-    """Return a value changed by every draw."""
     if is_tracing() or _OWN_DRAWS.get() is not None:
         return torch.default_generator.initial_seed()  # the index of the next state
     return tuple(g.get_state().numpy().tobytes() for g in (torch.default_generator, _default_generator(device)))

@@ -104,7 +104,6 @@ def runs_meet(x: Tensor, y: Tensor) -> bool:
 
 
 def _byte_runs(x: Tensor) -> list[tuple[int, int]]:
-    """Return (begin, end) of runs of adjacent bytes."""
     starts, length = [byte_range(x).start], x.itemsize
     for stride, size in sorted((stride * x.itemsize, size) for size, stride in zip(x.shape, x.stride(), strict=True)):
         if stride == length and len(starts) == 1:
@@ -233,12 +232,10 @@ class Source(Generic[Static]):
 
 
 def block_size(x: Tensor, cached: int) -> int:
-    """Return the number of elements to process at a time."""
     return cached if x.device.type == "cpu" else max(cached, _LARGE_BLOCK)
 
 
 def _gaps(length: int, spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the intervals of [0, length) outside sorted `spans`."""
     end = 0
     for start, stop in (*spans, (length, length)):
         if start > end:

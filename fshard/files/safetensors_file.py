@@ -78,7 +78,6 @@ def stored(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, ...],
 
 
 def laid_out(leaves: Iterable[tuple[str, tuple[int, ...], torch.dtype]], file: Path) -> list[FileEntry]:
-    """Lay leaves end to end, largest elements first, to align tensors."""
     entries, start = [], 0
     for name, shape, dtype in sorted(leaves, key=lambda leaf: -leaf[2].itemsize):
         entries.append(FileEntry(name, NAMES[dtype], shape, start, math.prod(shape) * dtype.itemsize, file))

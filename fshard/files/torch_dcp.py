@@ -228,7 +228,6 @@ def located(place: Folder, pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _first_byte(item: ZipItem, run: ChunkRun) -> int:
-    """Return the offset in the file of a chunk's first element."""
     key, dtype, first, sizes, strides = stored_tensor(read_pickle(item.read("data.pkl"), OF_TENSOR))
     require((dtype, sizes) == (run.dtype, run.sizes), f"expected {run.dtype} {[*run.sizes]}, got {dtype} {[*sizes]}")
     order = item.read("byteorder") if item.has("byteorder") else b"little"

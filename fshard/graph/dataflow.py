@@ -220,5 +220,4 @@ def call(graph: fx.Graph, target: Callable[..., object], *args: Argument, **kwar
 
 
 def insert_copy(graph: fx.Graph, x: fx.Node) -> fx.Node:
-    """Insert a copy that compilers keep."""
     return call(graph, torch.ops.fshard.materialize.default, x)

@@ -319,7 +319,6 @@ class Link:
         return MismatchError(f"{self.peer} sent {what}, which no rank does: the link to it is closed")
 
     def _parse(self) -> bool:
-        """Take one message; False if it is incomplete."""
         if len(self.stream) < _HEADER.size:
             return False
         kind, length, number, offset, size = _HEADER.unpack_from(self.stream)
@@ -392,7 +391,6 @@ def _close_all(fds: deque[int]) -> None:
 
 
 def _poll(links: Collection[Link], events: int, call: str) -> list[Link]:
-    """Wait for `events` of `poll` on any link; return these links."""
     poll, by = select.poll(), {link.socket.fileno(): link for link in links}
     for number in by:
         poll.register(number, events)

@@ -320,7 +320,6 @@ class _Meeting:
             self._let_go(self._dialled[peer])
 
     def _accept(self) -> None:
-        """Accept a connection; if too many are silent, close the oldest."""
         with suppress(BlockingIOError, ConnectionAbortedError):
             connection, _ = self._listener.accept()
             connection.setblocking(False)
@@ -373,7 +372,6 @@ def _is_same_user(peer: socket.socket) -> bool:
 
 
 def _quick(peer: socket.socket) -> socket.socket:
-    """Send small messages at once (no Nagle's algorithm)."""
     if peer.family != socket.AF_UNIX:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return peer

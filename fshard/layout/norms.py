@@ -227,7 +227,6 @@ def scaled(x: T, factor: Tensor, own: bool = False) -> T:
 
 
 def scale_leaves_(x: T, factors: Tensor, layout: Layout | None = None) -> T:
-    """Multiply every leaf in place by its factor of `factors`, (leaves,)."""
     if differentiates(factors):
         x = tree.map(lambda leaf: depending(leaf.clone(), factors), x)
     by_leaf = factors.unbind()
@@ -273,7 +272,6 @@ def _norm_dtype(x: Tree) -> torch.dtype:
 
 
 def _norm_of_rank(x: Tree, p: float) -> Tensor:
-    """Differentiable `global_norm`: along cut axes each rank has its own value."""
     norm = _one_norm(x, p)
     known: dict[tuple[int, str], AnyMesh] = {}  # annotated: torch.compile traces no call of `dict[...]`
     for mesh, axes, _ in _by_axes(x):
@@ -284,7 +282,6 @@ def _norm_of_rank(x: Tree, p: float) -> Tensor:
 
 
 def _one_norm(x: Tree, p: float) -> Tensor:
-    """Differentiable `global_norm` as one value of the mesh."""
     sums = [torch.zeros((), dtype=torch.float64, device=device_of(x))]
     for mesh, axes, tensors in _by_axes(x):
         local = _joined(torch.stack([sums[0], *(_smooth_sum(part, p).to(sums[0].device) for part in tensors)]), p)

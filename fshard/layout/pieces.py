@@ -109,7 +109,6 @@ tree.register_fields(Unreduced, ("local",), names=("",))  # no name: leaves have
 
 
 def packed(x: Tree) -> Tree:
-    """Copy `Views` into tensors of their own."""
     return x.make(x.key, [torch.cat(list(run)) for run in x.runs]) if isinstance(x, Views) else x
 
 

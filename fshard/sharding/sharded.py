@@ -226,7 +226,6 @@ tree.register(Sharded, _flatten, _unflatten)
 
 
 def in_new_containers(x: Tree) -> Tree:
-    """Return the same tensors in new `Sharded`, given away separately."""
     return tree.map_tops(lambda top: Sharded(top.view, top.tensors) if isinstance(top, Sharded) else top, Sharded, x)
 
 
@@ -388,7 +387,6 @@ def _is_apart(x: Tree) -> bool:
 
 
 def gather_unit(x: Sharded, unit: int, kind: int) -> Tensor:
-    """Gather a flat buffer (n,) on the device; differentiable."""
     plan, axes = x.plan, x.view.axes(kind)
     # the derivative of `to(copy=True)` brings gradients back to host memory
     full, label = x.shard(unit, kind), plan.units[unit].name
@@ -442,7 +440,6 @@ def refine(x: Sharded, over: Axes) -> Sharded | Views[View]:
 
 
 def shards_of(x: Sharded | Views[View]) -> dict[tuple[int, int], Tensor]:
-    """Return views of this rank's shards by unit and kind."""
     view: View = x.key
     rows = [view.of_kind(kind) for kind in view.kinds]
     runs = x.runs if isinstance(x, Views) else [[row.of(x.tensors) for row in of_kind] for of_kind in rows]

@@ -113,7 +113,6 @@ def _check_rank(name: str, mesh: AnyMesh, rank: int | None) -> None:
 
 
 def _holds(mesh: AnyMesh, rank: int | None) -> bool:
-    """True if this rank passes or receives the whole state."""
     return rank is None or mesh is None or rank == rank_in(mesh)
 
 

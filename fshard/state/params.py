@@ -157,7 +157,6 @@ class _Source(NamedTuple):
         return self.mapping[self.names[name]]
 
     def read(self, leaf: Wanted, mesh: AnyMesh) -> Tensor:
-        """Return the whole leaf; every rank must call this."""
         name = next(filter(self.names.__contains__, leaf.names))
         return torch_sharded.whole_tensor(self.get(name), mesh, "state dict")
 

@@ -108,7 +108,6 @@ def _label_sets(state: Tree) -> Iterator[set[str]]:
 
 
 def _without_tensors(state: Tree, leaves: Sequence[str]) -> set[str]:
-    """Leaves of a torch class without tensors, as SGD without momentum."""
     nodes = tree.tops(state, lambda x: isinstance(x, TorchState | LabelState))
     in_groups = {leaf for node in nodes if isinstance(node, TorchState) and node == ({}, {}) for leaf in leaves}
     labelled = [(node.inner[label], x) for node in nodes if isinstance(node, LabelState) for label, x in node.layouts]
@@ -150,7 +149,6 @@ def known(state: Tree, params: Tree) -> Known:
 
 
 def _trainable(params: Tree) -> set[str]:
-    """Floating-point and complex leaves, except a plan's frozen ones."""
     layout = layout_of(params.trainable if isinstance(params, Parts) else params)
     leaves = [layout.leaves[n] for n in layout.numbers]
     return {leaf.path for leaf in leaves if leaf.dtype.is_floating_point or leaf.dtype.is_complex}
