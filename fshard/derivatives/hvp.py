@@ -115,7 +115,7 @@ def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
         terms = [replace(x, total=change) for x, change in zip(terms_of(loss), changes, strict=True)]
         return added([replace(x, count=_constant_count(next(remaining))) if _has_tensor(x) else x for x in terms])
 
-    def fn(params: Sharded, v: Sharded, *args: Tree, **kwargs: Tree) -> Sharded:
+    def fn(params: Sharded, v: Sharded, /, *args: Tree, **kwargs: Tree) -> Sharded:
         params, v = check_sharded(params), check_sharded(v)
         _check_tangent(params, v)
         product = later_grads(params, params.plan.grads_over)

@@ -354,7 +354,7 @@ def value_and_grad(
     check_flags(has_aux=has_aux, reduce=reduce)
     by = reduction_of(reduction)
 
-    def fn(params: Sharded, *args: Tree, **kwargs: Tree) -> tuple[Tree, Tree]:
+    def fn(params: Sharded, /, *args: Tree, **kwargs: Tree) -> tuple[Tree, Tree]:
         plan = check_sharded(params).plan
         grads = later_grads(params, plan.grads_over if reduce else (), local=not reduce)
         alone = is_idle(by, plan.axes) or not reduce
@@ -377,7 +377,7 @@ def evaluate(loss_fn: Callable[..., Tree], has_aux: bool = False) -> Callable[..
     check_loss(loss_fn)
     check_flags(has_aux=has_aux)
 
-    def fn(params: Sharded, *args: Tree, **kwargs: Tree) -> Tree:
+    def fn(params: Sharded, /, *args: Tree, **kwargs: Tree) -> Tree:
         plan = check_sharded(params).plan
         with _forward(params, (args, kwargs)) as tape:
             returned = _called(tape, params, loss_fn, (args, kwargs), has_aux, with_extra=False)
@@ -401,7 +401,7 @@ def predict(fn: Callable[..., Tree]) -> Callable[..., Tree]:
     """
     check_function("fn", fn, "fn(params, *args, **kwargs)", _OF_MODULE)
 
-    def predicted(params: Sharded, *args: Tree, **kwargs: Tree) -> Tree:
+    def predicted(params: Sharded, /, *args: Tree, **kwargs: Tree) -> Tree:
         plan = check_sharded(params).plan
 
         def call(view: Tree) -> Tree:

@@ -64,7 +64,8 @@ def make_plan(
       `(path, subtree) -> bool`, or a number of elements at which a unit is full. A tuple of patterns in the list is one
       unit, adjacent or not (`[("embed", "head"), "blocks.*"]`), and stays from its second gather to the end of the
       forward. Leaves before the first selected one are the unit `(first)`, leaves after the last one `(last)`. Other
-      leaves, and leaves tied across these units, are the unit `(root)`, gathered once for a forward.
+      leaves, and leaves tied between these two, are the unit `(root)`, gathered once for a forward. A leaf tied
+      across other units belongs to the first.
     - `strategy`: a word for the next four arguments: "ddp", "zero1", "zero2", "zero3" (the default), "hsdp" (zero3 on a
       mesh with an axis `replicate`) or "hsdp-all" (hsdp, optimizer state cut over `replicate` as well).
     - `params_over`, `grads_over`, `state_over`: the axes over which parameters, gradients and optimizer state are

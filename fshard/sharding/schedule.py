@@ -8,7 +8,7 @@ Note [Computed once]
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 from typing import NamedTuple, TypeAlias
@@ -17,7 +17,9 @@ from ..comm.mesh import Axes
 from ..core import tree
 from ..core.differences import Form, Wanted, differences
 from ..core.tracing import memo
+from ..core.tree import Tree
 from ..layout.layout import Layout
+from ..layout.pieces import Parts
 from ..layout.row import Row
 from ..layout.rules import COPIES, Rule
 from ..plan.plan import Plan, Slot
@@ -211,15 +213,45 @@ def _claims(plan: Plan) -> list[tuple[int, str]]:
     return [(unit, part(path, unit)) for path, unit in zip(plan.paths, plan.claims, strict=True)]
 
 
-def check_replaced(view: View, paths: Collection[str], given: Mapping[str, object]) -> None:
-    """ValueError unless the subtrees at `paths` are replaced whole. `given`: tensors, or views of subtrees, by path."""
-    slots, new = view.by_name(), dict[str, object]()
+def _static(x: Tree, path: str = "") -> Iterator[tuple[str, object]]:
+    children, metadata = tree.opened(x)
+    if children is not None and not isinstance(x, dict | list | tuple):
+        yield path, metadata
+    for name, child in children or ():
+        yield from _static(child, tree.joined(path, str(name)))
+
+
+def check_static(spec: tree.Spec, x: Tree, at: str = "") -> None:
+    """ValueError if a node of `x` has other static fields than in the tree `spec`."""
+    if tree.flatten(x)[1] == spec:
+        return
+    expected = dict(_static(tree.unflatten(spec, [0] * spec.num_leaves), at))
+    for path, metadata in _static(x, at):
+        if path in expected and expected[path] != metadata:
+            raise ValueError(
+                f"{path or 'the tree'!r}: expected the static fields {expected[path]}, got {metadata}. The plan "
+                "has these fields: make a plan of this tree"
+            )
+
+
+def _with_zeros(x: Tree) -> Tree:
+    return tree.unflatten(x.view.spec, [0] * x.view.spec.num_leaves) if isinstance(x, Parts) else x
+
+
+def check_replaced(view: View, subtrees: Mapping[str, Tree], given: Mapping[str, object]) -> str:
+    """Return the replaced leaves as text. `given`: tensors, or views of subtrees, by path. ValueError if any lacks."""
+    slots, new, paths = view.by_name(), dict[str, object](), [*subtrees]
+    for path, node, _ in tree.walk(view.spec):
+        if (at := ".".join(path)) in subtrees:
+            check_static(node, tree.map_tops(_with_zeros, Parts, subtrees[at]), at)
     for at, top in given.items():
         new |= (
             {name: _slot_form(slot) for name, slot in top.by_name(at).items()} if isinstance(top, View) else {at: top}
         )
     inside = [x for x in slots if any(_below(x, at) for at in paths)]
-    errors = [*differences([Wanted([x], _slot_form(slots[x])) for x in inside], new)]
+    errors = [f"{x!r} is no path of the tree" for x in new if x not in slots]
+    known = {x: form for x, form in new.items() if x in slots}
+    errors += differences([Wanted([x], _slot_form(slots[x])) for x in inside], known)
     replaced = {slots[x] for x in new if x in slots}
     still = (x for x, slot in slots.items() if x not in new and slot in replaced)
     errors += [f"{x!r} is tied with a leaf that is replaced: replace both" for x in still]
@@ -227,6 +259,7 @@ def check_replaced(view: View, paths: Collection[str], given: Mapping[str, objec
         f"{x!r} lies in {y!r}: give one of them" for x in paths for y in paths if x != y and _below(x, y)
     ]:
         raise ValueError(f"replace: {'; '.join(errors)}")
+    return "\n".join(sorted(new))
 
 
 def _below(path: str, above: str) -> bool:

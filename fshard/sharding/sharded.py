@@ -32,7 +32,7 @@ from ..plan.plan import Plan, Slot, check_plain
 from ..plan.planning import with_policy
 from ..plan.precision import Policy
 from ..whole.moves import gathered
-from .schedule import View, check_replaced
+from .schedule import View, check_replaced, check_static
 
 
 class Sharded(Parts, Readable):
@@ -292,6 +292,7 @@ def _placed_leaves(params: Tree, plan: Plan) -> list[Tensor]:
             f"the tree is not the plan's: {difference} (expected {len(plan.paths)} leaves, got {len(by_path)}). Make "
             "the plan from this tree, or pass the plan's."
         )
+    check_static(plan.spec, params)
     placed: dict[int, Tensor] = {}
     for path, number in zip(plan.paths, plan.leaves, strict=True):
         leaf = by_path[path]
@@ -331,7 +332,8 @@ def _check_leaves(leaves: Sequence[Tensor], plan: Plan, src: int | None) -> torc
 def _replaced(x: Sharded, subtrees: Mapping[str, Tree]) -> Sharded:
     tops = {tree.joined(at, path): top for at in subtrees for path, top in tree.paths_to(subtrees[at], Sharded)}
     given = {at: top.view if isinstance(top, Sharded) else top for at, top in tops.items()}
-    consensus.together(x.mesh, lambda: check_replaced(x.view, subtrees, given))
+    names = consensus.together(x.mesh, lambda: check_replaced(x.view, subtrees, given))
+    consensus.check_same(x.mesh, names, "replace: the paths", "Give all ranks the same subtrees")
     slots, seen = x.view.by_name(), dict[Slot, Tensor]()
     new = Sharded(x.view, [row.detach().clone() for row in x.tensors])
     spans = {new.layout.leaves[span.leaf].path: span for span in new.layout.mine}

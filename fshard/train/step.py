@@ -193,7 +193,7 @@ class Step:
     def __hash__(self) -> int:
         return id(self)
 
-    def __call__(self, state: TrainState, batch: Tree, *args: Tree, **kwargs: Tree) -> Result:
+    def __call__(self, state: TrainState, /, batch: Tree, *args: Tree, **kwargs: Tree) -> Result:
         """Return the new state and the metrics. TypeError if `state` is not a TrainState."""
         if not isinstance(state, TrainState):
             raise TypeError(f"step(state, batch): expected a TrainState (fshard.init_state) first, got {shown(state)}")
@@ -223,8 +223,8 @@ def train_step(
 
     The loss is `loss_fn(params, batch, *args, **kwargs)`. `batch` is this rank's batch, any tree; if the step cuts the
     batch (`accumulate`, `reduction="tree"`), a tree of tensors with rows in dim 0 (else ValueError). `args` and
-    `kwargs` (class weights, a temperature) go uncut to the loss of every micro-batch; a `Sharded` among them (a
-    teacher) gathers on access, and gets no gradient.
+    `kwargs` (class weights, a temperature) go uncut to the loss of every micro-batch, so put tensors with rows into
+    `batch`; a `Sharded` among them (a teacher) gathers on access, and gets no gradient.
 
     Gradients:
 
@@ -289,7 +289,7 @@ def train_step(
     if isinstance(by, TreeSums):
         transform = _unfused(transform)
 
-    def run(state: TrainState, batch: Tree, *args: Tree, **kwargs: Tree) -> Result:
+    def run(state: TrainState, /, batch: Tree, *args: Tree, **kwargs: Tree) -> Result:
         params = check_sharded(state.params)
         _check_opt_state(state.opt_state, params)
         if params.plan.data != params.plan.axis_names:

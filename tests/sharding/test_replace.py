@@ -96,9 +96,9 @@ def test_a_step_goes_on_from_replaced_parameters() -> None:
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "no such path": ({"encoder": torch.ones(2)}, "it has 1 names that the plan has not: 'encoder'"),
+    "no such path": ({"encoder": torch.ones(2)}, "'encoder' is no path of the tree"),
     "a part of a subtree": ({"blocks.0": {"w": rand(3, 5, seed=0)}}, "it lacks 1 names: 'blocks.0.b'"),
-    "too much": ({"head": {"a": rand(7, 1, seed=0)}}, "it lacks 1 names: 'head'; it has 1 names that the plan has not"),
+    "too much": ({"head": {"a": rand(7, 1, seed=0)}}, "'head.a' is no path of the tree; it lacks 1 names: 'head'"),
     "another shape": ({"head": rand(7, 2, seed=0)}, "'head': expected a tensor [7, 1], got one [7, 2]"),
     "another dtype": ({"last": rand(3, seed=0)}, "'last': expected torch.int64, got torch.float64"),
     "no tensor": ({"head": 3}, "'head': expected a tensor [7, 1], got 3"),
@@ -144,5 +144,39 @@ def test_a_subtree_and_gradients_have_paths_of_their_own() -> None:
     assert same_bits(
         new, [*params(0)["blocks"][:1], {**params(0)["blocks"][1], "b": rand(5, seed=70)}, *params(0)["blocks"][2:]]
     )
-    with pytest.raises(ValueError, match="that the plan has not: 'head'"):
+    with pytest.raises(ValueError, match="'head' is no path of the tree"):
         x.trainable.replace({"head": rand(7, 1, seed=0)})
+
+
+def test_ranks_replace_the_same_paths() -> None:
+    """Ranks that replace different subtrees would train halves of two models, in silence."""
+
+    def run(mesh: Any) -> None:
+        before = fshard.shard_params(params(0), fshard.make_plan(params(0), mesh))
+        with pytest.raises(fshard.MismatchError, match="replace: the paths differs between ranks"):
+            before.replace({"head": params(50)["head"]} if mesh.get_rank() else {"blocks": params(50)["blocks"]})
+
+    simulated(run, shard=2)
+
+
+@tree.node
+class Scaled:
+    """A matrix and a number that is no leaf."""
+
+    w: torch.Tensor
+    scale: float = tree.static(default=1.0)
+
+
+def test_static_fields_are_those_of_the_plan() -> None:
+    """A tree with other static fields than the plan would compute with the plan's, in silence."""
+    one = {"l": Scaled(torch.ones(2, 2)), "b": torch.ones(2)}
+    other = {"l": Scaled(torch.ones(2, 2), 4.0), "b": torch.ones(2)}
+    plan = fshard.make_plan(one)
+    with pytest.raises(ValueError, match=r"'l': expected the static fields .*1\.0.*, got .*4\.0"):
+        fshard.shard_params(other, plan)
+    before, with_other = fshard.shard_params(one, plan), fshard.shard_params(other, fshard.make_plan(other))
+    for subtrees in ({"l": other["l"]}, {"l": with_other["l"]}, {"": other}, {"": with_other}):
+        with pytest.raises(ValueError, match=r"'l': expected the static fields .*1\.0.*, got .*4\.0"):
+            before.replace(subtrees)
+    fshard.shard_params({"b": torch.ones(2), "l": one["l"]}, plan)  # keys in another order
+    before.replace({"l": one["l"], "b": torch.zeros(2)})

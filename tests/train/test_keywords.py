@@ -197,3 +197,17 @@ def test_a_keyword_in_memory_of_the_state_is_refused_by_name() -> None:
         step(state, data(0, 0), {"w": weights}, teacher=teacher)
     with pytest.raises(ValueError, match=r"donate=True\): batch: expected"):
         step(state, weights, weights=WEIGHTS, teacher=teacher)
+
+
+def test_a_keyword_may_have_the_name_of_a_steps_first_argument() -> None:
+    """A recurrent net's loss has a `state`, and a loss of parameters may be given others as `params`."""
+    whole = {"w": torch.ones(2)}
+    given = fshard.shard_params(whole, fshard.make_plan(whole))
+    tx = fshard.optim.sgd(0.1)
+    step = fshard.train_step(lambda p, x, *, state: (p["w"] * x * state).sum(), tx)
+    _, metrics = step(fshard.init_state(given, tx), torch.ones(2), state=3.0)
+    assert metrics["loss"] == 6
+    value, _ = fshard.value_and_grad(lambda p, x, *, params: (p["w"] * x * params).sum())(
+        given, torch.ones(2), params=2.0
+    )
+    assert value == 4
