@@ -212,7 +212,7 @@ def test_the_files_and_notes_that_texts_name_exist() -> None:
         ("Note [Lines] in `calls.py`", 2),
         ("Note [No such note]", 1),
         ("Notes [Anchors] in `autograd.py`, [Lines] in `tape.py`", 1),
-        ("`nodes.py`", 1),
+        ("`knots.py`", 1),
         ("`plan/planning.py` `make_plan`, `comm/ranks.py` `Ranks.exchange`", 0),
         ("`plan/planning.py`\n  `make_plans`", 1),
     ],

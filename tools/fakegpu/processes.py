@@ -197,9 +197,6 @@ def checked_death(job: Job) -> None:
         state, _ = step(state, batch(i, job.rank))
 
 
-SLICES = {"slices": 8}  # with "tree" the same bits on any number of ranks
-
-
 def _run(job: Job, state: Any, step: Any, first: int, last: int) -> Any:
     """Steps whose batches are the same on any number of ranks; the losses are printed by rank 0."""
     for i in range(first, last):
@@ -214,7 +211,7 @@ def _run(job: Job, state: Any, step: Any, first: int, last: int) -> Any:
 def saves(job: Job) -> None:
     """Train three steps, save the state in the background after two."""
     tx = optim.adamw(1e-3)
-    state, step = start(job.mesh(), tx, plan=SLICES), fshard.train_step(loss, tx, reduction="tree")
+    state, step = start(job.mesh(), tx), fshard.train_step(loss, tx, reduction="tree")
     state = _run(job, state, step, 0, 2)
     under_way = checkpoint.save(job.folder / "checkpoint", state, step=2, wait=False)
     _run(job, state, step, 2, 3)
@@ -224,7 +221,7 @@ def saves(job: Job) -> None:
 def restores(job: Job) -> None:
     """Restore on another number of ranks, and train the third step."""
     tx = optim.adamw(1e-3)
-    like, step = start(job.mesh(), tx, plan=SLICES), fshard.train_step(loss, tx, reduction="tree")
+    like, step = start(job.mesh(), tx), fshard.train_step(loss, tx, reduction="tree")
     state = checkpoint.restore(job.folder / "checkpoint", like=like)
     _run(job, state, step, 2, 3)
 
@@ -236,7 +233,7 @@ def elastic(job: Job) -> None:
     dist.init_process_group("nccl")
     mesh = init_device_mesh("cuda", (job.size,), mesh_dim_names=("shard",))
     tx, folder = optim.adamw(1e-3), job.folder / "checkpoint"
-    state, step = start(mesh, tx, plan=SLICES), fshard.train_step(loss, tx, reduction="tree")
+    state, step = start(mesh, tx), fshard.train_step(loss, tx, reduction="tree")
     state = checkpoint.restore(folder, like=state) if checkpoint.steps(folder, mesh) else state
     for i in range(int(state.step), 4):
         state = _run(job, state, fshard.check(step), i, i + 1)
