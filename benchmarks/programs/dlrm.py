@@ -8,7 +8,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits as cross_entrop
 
 import fshard
 
-from .parts import ROWS, STEPS, descend, functional, integers, mean, normal, seeded, started, tensors
+from .parts import ROWS, STEPS, descend, functional, integers, mean, normal, seeded, tensors, with_one_state
 
 TABLES, WIDTH = [11, 30, 5], 4
 
@@ -54,13 +54,7 @@ def loss(params: Any, batch: dict[str, Tensor]) -> fshard.Mean:
     return mean(rows(NETWORKS(params), batch))
 
 
-def start(mesh: Any) -> dict[str, Any]:
-    return {"state": started(PARAMS, mesh, TX)}
-
-
-def step(state: dict[str, Any], batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
-    new, metrics = fshard.train_step(loss, TX)(state["state"], batch)
-    return {"state": new}, metrics["loss"]
+start, step = with_one_state(PARAMS, TX, loss)
 
 
 def plain(batches: list[dict[str, Tensor]]) -> tuple[list[Tensor], dict[str, dict[str, Tensor]]]:

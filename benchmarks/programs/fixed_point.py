@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 import fshard
 
-from .parts import ROWS, STEPS, descend, functional, integers, mean, normal, seeded, started, tensors
+from .parts import ROWS, STEPS, descend, functional, integers, mean, normal, seeded, tensors, with_one_state
 
 WIDTH, CLASSES, ITERATIONS = 6, 3, 80
 TX = fshard.optim.adam(1e-2)
@@ -68,13 +68,7 @@ def loss(params: Any, batch: dict[str, Tensor]) -> fshard.Mean:
     return mean(rows(fixed_point, NETWORKS(params), batch))
 
 
-def start(mesh: Any) -> dict[str, Any]:
-    return {"state": started(PARAMS, mesh, TX)}
-
-
-def step(state: dict[str, Any], batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
-    new, metrics = fshard.train_step(loss, TX)(state["state"], batch)
-    return {"state": new}, metrics["loss"]
+start, step = with_one_state(PARAMS, TX, loss)
 
 
 def plain(batches: list[dict[str, Tensor]]) -> tuple[list[Tensor], dict[str, dict[str, Tensor]]]:

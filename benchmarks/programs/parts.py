@@ -52,6 +52,21 @@ def started(params: Any, mesh: Any, tx: fshard.optim.Transform) -> fshard.TrainS
     return fshard.init_state(fshard.shard_params(params, fshard.make_plan(params, mesh)), tx)
 
 
+def with_one_state(
+    params: Any, tx: fshard.optim.Transform, loss: Callable[..., fshard.Mean]
+) -> tuple[Callable[[Any], dict[str, Any]], Callable[..., tuple[dict[str, Any], Tensor]]]:
+    """`start` and `step` of a program whose step is one training step."""
+
+    def start(mesh: Any) -> dict[str, Any]:
+        return {"state": started(params, mesh, tx)}
+
+    def step(state: dict[str, Any], batch: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
+        new, metrics = fshard.train_step(loss, tx)(state["state"], batch)
+        return {"state": new}, metrics["loss"]
+
+    return start, step
+
+
 def descend(loss: Tensor, optimizer: torch.optim.Optimizer, clip_norm: float = math.inf) -> Tensor:
     """Take a step of plain torch, and return the loss."""
     optimizer.zero_grad()

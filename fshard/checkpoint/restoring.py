@@ -137,8 +137,8 @@ def restore(
             _read_state(source, origins, like, wanted)
             if wanted.rank == 0:
                 _tell_names(source, origins, wanted)
-            if rename is None and wanted.rank == 0:
-                _tell_threads(source, like)
+                if rename is None:
+                    _tell_threads(source, like)
             return like
         except CheckpointError:  # other errors are differences from `like`: try no earlier step
             if read is readers[-1]:

@@ -223,8 +223,6 @@ def _static(x: Tree, path: str = "") -> Iterator[tuple[str, object]]:
 
 def check_static(spec: tree.Spec, x: Tree, at: str = "") -> None:
     """ValueError if a node of `x` has other static fields than in the tree `spec`."""
-    if tree.flatten(x)[1] == spec:
-        return
     expected = dict(_static(tree.unflatten(spec, [0] * spec.num_leaves), at))
     for path, metadata in _static(x, at):
         if path in expected and expected[path] != metadata:
@@ -240,7 +238,7 @@ def _with_zeros(x: Tree) -> Tree:
 
 def check_replaced(view: View, subtrees: Mapping[str, Tree], given: Mapping[str, object]) -> str:
     """Return the replaced leaves as text. `given`: tensors, or views of subtrees, by path. ValueError if any lacks."""
-    slots, new, paths = view.by_name(), dict[str, object](), [*subtrees]
+    slots, new = view.by_name(), dict[str, object]()
     for path, node, _ in tree.walk(view.spec):
         if (at := ".".join(path)) in subtrees:
             check_static(node, tree.map_tops(_with_zeros, Parts, subtrees[at]), at)
@@ -248,15 +246,15 @@ def check_replaced(view: View, subtrees: Mapping[str, Tree], given: Mapping[str,
         new |= (
             {name: _slot_form(slot) for name, slot in top.by_name(at).items()} if isinstance(top, View) else {at: top}
         )
-    inside = [x for x in slots if any(_below(x, at) for at in paths)]
+    inside = [x for x in slots if any(_below(x, at) for at in subtrees)]
     errors = [f"{x!r} is no path of the tree" for x in new if x not in slots]
     known = {x: form for x, form in new.items() if x in slots}
     errors += differences([Wanted([x], _slot_form(slots[x])) for x in inside], known)
-    replaced = {slots[x] for x in new if x in slots}
+    replaced = {slots[x] for x in known}
     still = (x for x, slot in slots.items() if x not in new and slot in replaced)
     errors += [f"{x!r} is tied with a leaf that is replaced: replace both" for x in still]
     if errors := errors + [
-        f"{x!r} lies in {y!r}: give one of them" for x in paths for y in paths if x != y and _below(x, y)
+        f"{x!r} lies in {y!r}: give one of them" for x in subtrees for y in subtrees if x != y and _below(x, y)
     ]:
         raise ValueError(f"replace: {'; '.join(errors)}")
     return "\n".join(sorted(new))

@@ -292,7 +292,8 @@ def _placed_leaves(params: Tree, plan: Plan) -> list[Tensor]:
             f"the tree is not the plan's: {difference} (expected {len(plan.paths)} leaves, got {len(by_path)}). Make "
             "the plan from this tree, or pass the plan's."
         )
-    check_static(plan.spec, params)
+    if spec != plan.spec:
+        check_static(plan.spec, params)
     placed: dict[int, Tensor] = {}
     for path, number in zip(plan.paths, plan.leaves, strict=True):
         leaf = by_path[path]
