@@ -86,6 +86,8 @@ def _at(path: str) -> str:
 def _carry_and_rows(out: Tree, carry: Carry) -> tuple[Carry, Tree]:
     form, is_pair = tree.flatten(carry)[1], isinstance(out, tuple) and len(out) == 2
     for got, y in [(out, None), out] if is_pair else [(out, None)]:
+        if tree.flatten(got)[1] == form:
+            return got, y
         new = tree.in_order_of(form, got)
         if tree.flatten(new)[1] == form:
             return new, y

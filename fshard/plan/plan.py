@@ -429,8 +429,7 @@ class Plan:
         )
 
     def _advice(self) -> list[str]:
-        sizes = self.ahead.sizes
-        return self._largest(sizes) + self._smallest(sizes)
+        return self._largest(self.ahead.sizes) + self._smallest(self.ahead.sizes)
 
     def _largest(self, sizes: Sequence[int]) -> list[str]:
         largest = max(sizes, default=0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -194,20 +195,24 @@ def _repeated(
     """Yield (path, first leaf, number of leaves) of repeated siblings, outermost first."""
     names, children = [str(name) for name in tree.names(node)], [*tree.children(node)]
     is_list = all(map(str.isdecimal, names))
-    forms = [_likeness(child, flat[first + at :]) if is_list or not child.is_leaf() else None for child, at in children]
+    forms = [
+        _likeness(child, flat[first + at : first + at + child.num_leaves]) if is_list or not child.is_leaf() else None
+        for child, at in children
+    ]
+    count = Counter(forms)
     for name, (child, at), form in zip(names, children, forms, strict=True):
         path = (*above, name)
-        if form is not None and forms.count(form) > 1:
+        if form is not None and count[form] > 1:
             yield ".".join(path), first + at, child.num_leaves
         elif not child.is_leaf():
             yield from _repeated(child, flat, path, first + at)
 
 
-def _likeness(node: tree.Spec, flat: Sequence[Tensor]) -> object:
+def _likeness(node: tree.Spec, leaves: Sequence[Tensor]) -> Hashable:
     """Return what repeated siblings have in common; None if no leaf has two dims."""
-    leaves = flat[: node.num_leaves]
-    is_large = any(leaf.dim() > 1 for leaf in leaves)
-    return (tree.leaf_paths(node), [(leaf.shape, leaf.dtype) for leaf in leaves]) if is_large else None
+    if all(leaf.dim() < 2 for leaf in leaves):
+        return None
+    return *tree.leaf_paths(node), *((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def _without_tuples(units: Any) -> tuple[Where, list[tuple[str, ...]]]:
