@@ -16,7 +16,7 @@ from ..core.losses import running
 from ..core.tree import Tree
 from ..layout.pieces import Parts
 from ..plan.plan import Plan
-from ..plan.precision import Policy
+from ..plan.precision import Policy, SomePolicy
 from ..sharding.sharded import Sharded
 from ..state.initial import init_params
 from ..state.names import Rename
@@ -170,7 +170,7 @@ class ModuleFunction:
         """The buffers that the module saves (`persistent` of `register_buffer`), by dotted name."""
         return StateDict(self._skeleton, self._params, self._buffers).kept(self._listed(buffers))
 
-    def policy(self, policy: Policy | str | None = None, cast: Which | Sequence[Which] = ()) -> Policy:
+    def policy(self, policy: SomePolicy = None, cast: Which | Sequence[Which] = ()) -> Policy:
         """A policy for `make_plan(policy=)` that computes batch norms in float32, like their running statistics.
 
         The result is `policy` with one more override for each parameter of batch norms, after the overrides of

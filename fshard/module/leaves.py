@@ -68,10 +68,21 @@ class Leaves:
         plans = {id(plan): plan for homes in self._homes for plan, _ in homes}
         _one_policy(plans.values(), what)
         plan = next(iter(plans.values()), None)
-        self.policy: Policy = loss.policy if plan is None else plan.policy
-        self.mesh: AnyMesh = loss.mesh if plan is None else plan.mesh
+        self._mesh, self._meshes = loss.mesh if plan is None else plan.mesh, {plan.axes for plan in plans.values()}
         self._is_cut = plan is not None and plan.num_ranks(plan.params_over) > 1
         self._plan, self._spec, self._tapes = plan, spec, loss.tapes
+        policy = loss.policy if plan is None else plan.policy
+        at = self.place()[0] if policy.overrides else ""
+        self.policy = policy.of(at[:-1]) if at else policy
+
+    @property
+    def mesh(self) -> AnyMesh:
+        """The mesh of batch norms. ValueError if it depends on the leaf."""
+        if len(self._meshes) > 1:
+            raise ValueError(
+                f"batch norms: expected leaves of plans on one mesh, got the meshes {sorted(self._meshes)}"
+            )
+        return self._mesh
 
     def read(self, number: int) -> Tensor:
         source = self._sources[number]
@@ -95,14 +106,22 @@ class Leaves:
         """The module's path in its plan, with a dot, and the paths of the plan's leaves outside the module."""
         if self._plan is None or len(self._sources) == self._plan.spec.num_leaves:
             return "", []
-        paths = tree.leaf_paths(self._plan.spec)
+        paths, first = tree.leaf_paths(self._plan.spec), ""
         for name, x in zip(tree.leaf_paths(self._spec), self._given, strict=True):
-            slots = () if isinstance(x, At) else [tape.slot_of(unwrapped(x)) for tape in self._tapes]
-            path = paths[x.number] if isinstance(x, At) else next((slot.path for slot in slots if slot), "")
-            if path.endswith("." + name):
-                at = path.removesuffix(name)
-                return at, [path for path in paths if not path.startswith(at)]
-        return "", []
+            fitting = [path.removesuffix(name) for path in self._paths_of(x, paths) if path.endswith(f".{name}")]
+            first = first or next(iter(fitting), "")
+            if len(fitting) == 1:  # a tied leaf may also be another module's
+                break
+        at = fitting[0] if len(fitting) == 1 else first
+        return at, [path for path in paths if not path.startswith(at)] if at else []
+
+    def _paths_of(self, x: At | Tensor, paths: Sequence[str]) -> list[str]:
+        plan = self._plan
+        assert plan is not None
+        if isinstance(x, At):
+            return [paths[x.number]] if x.tape.plan is plan else []
+        slots = [tape.slot_of(unwrapped(x)) for tape in self._tapes if tape.plan is plan]
+        return [path for path, number in zip(paths, plan.leaves, strict=True) if plan.slots[number] in slots]
 
     def versions(self) -> list[int | None]:
         """Numbers of writes; None for gathered leaves, or if torch counts no writes."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..core.arguments import check_predicate, check_whole, wrong
 from ..core.patterns import matches
-from ..plan.precision import Policy, policy_of
+from ..plan.precision import Policy, SomePolicy, policy_of
 from .batch_norm import BATCH_NORMS
 from .skeleton import member_of
 
@@ -62,7 +62,7 @@ def _full(module: nn.Module, path: str, size: int, seen: set[int]) -> tuple[list
     return ([*units, path], 0) if path and left >= size else (units, left)
 
 
-def policy_for(skeleton: nn.Module, policy: Policy | str | None) -> Policy:
+def policy_for(skeleton: nn.Module, policy: SomePolicy) -> Policy:
     """Add overrides: batch norms are computed and reduced in the dtype of their parameters, at least float32."""
     given, overrides = policy_of(policy), list[tuple[str, Policy]]()
     for path, part in skeleton.named_modules():

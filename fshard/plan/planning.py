@@ -20,7 +20,7 @@ from ..layout.layout import Split
 from .leaves import check_tensors, first_places, is_differentiable, read_frozen
 from .partitions import Over, Regather, axes_of, keep_rules, overs_of, partitions
 from .plan import Kind, Plan, Slot, Unit, check_plain
-from .precision import Policy, Precision, policy_of, precisions
+from .precision import Policy, Precision, SomePolicy, policy_of, precisions
 from .units import Units, Where, claim_leaves, claim_policies, claim_splits, claim_units
 
 
@@ -40,7 +40,7 @@ def make_plan(
     split: Mapping[str, tuple[str, int] | tuple[str, int, int]] | None = None,
     data: str | Sequence[str] | None = None,
     block: int = 1,
-    policy: Policy | str | None = None,
+    policy: SomePolicy = None,
     param_wire: Wire | None = None,
     grad_wire: Wire | None = None,
     together: bool = False,
@@ -90,7 +90,8 @@ def make_plan(
       (axis, dim, blocks) for a dim of `blocks` blocks end to end, each split by itself. `shard_params` takes and
       `gather_params` gives the whole leaf. A loss sees this rank's part, cut as by `torch.chunk`. Gradients of split
       leaves are not summed over the axis; all other gradients are.
-    - `policy`: the dtypes in which floating leaves are stored, computed with and reduced (a `Policy`, or its text).
+    - `policy`: the dtypes in which floating leaves are stored, computed with and reduced (a `Policy`, its text, or
+      a dict of these by subtrees: `{"net": net.policy("compute=bf16"), "critic": "compute=f32"}`).
 
     For experts:
 
@@ -240,7 +241,7 @@ def _rounded_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-def with_policy(plan: Plan, policy: Policy | str | None) -> Plan:
+def with_policy(plan: Plan, policy: SomePolicy) -> Plan:
     """Return the plan of the same shards under another policy.
 
     ValueError if the policy changes a stored dtype, or has different dtypes for leaves of one flat buffer.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.arguments import check_flags, check_word, shown, wrong
+from ..core.patterns import matches, names_in
 from ..core.tree import Tree
 
 Dtype = torch.dtype | str | None
@@ -34,7 +35,9 @@ class Policy:
       Arguments of a loss function, such as the batch, keep their dtypes: cast them in the loss with `x.to(w.dtype)`.
     - `cast_at`: paths of submodules that cast their floating inputs when they are called (`apply.policy(cast=)`).
     - `overrides`: other dtypes for some leaves, as pairs (leaves, policy). A pattern, several patterns, or a predicate
-      `(path, subtree) -> bool` selects the leaves. The first pair that selects a leaf counts.
+      `(path, subtree) -> bool` selects the leaves. The first pair that selects a leaf counts. A policy's own overrides
+      and `cast_at` have paths below its pattern. A module has the policy of the first pattern, without `**`, that
+      selects it or a subtree around it.
 
     A dtype may be a name: f64, f32, bf16, f16, or torch's name. Integer leaves stay as they are.
 
@@ -67,8 +70,10 @@ class Policy:
         if not _are_pairs(overrides):
             expected = "pairs of a pattern, several patterns, or a predicate, and a policy, or a dict of such"
             raise TypeError(wrong("policy: overrides", self.overrides, expected))
-        pairs = tuple((selector, policy_of(policy)) for where, policy in overrides for selector in _each(where))
-        object.__setattr__(self, "overrides", pairs)
+        pairs = [(selector, policy_of(policy)) for where, policy in overrides for selector in _each(where)]
+        below = [f"{where}.{path}" for where, policy in pairs for path in policy.cast_at]
+        object.__setattr__(self, "cast_at", (*self.cast_at, *below))
+        object.__setattr__(self, "overrides", tuple(new for pair in pairs for new in _with_inner(self, *pair)))
 
     @classmethod
     def parse(cls, text: str) -> Policy:
@@ -105,8 +110,23 @@ class Policy:
         return self.storage is not None or any(policy.stores for _, policy in self.overrides)
 
     def over(self, other: Policy) -> Policy:
-        """Return this policy, with missing dtypes from `other`."""
-        return replace(self, **{name: getattr(self, name) or getattr(other, name) for name in _DTYPES}, overrides=())
+        """Return this policy without overrides, with missing dtypes from `other`."""
+        dtypes = {name: getattr(self, name) or getattr(other, name) for name in _DTYPES}
+        return Policy(**dtypes, cast_inputs=self.cast_inputs and other.cast_inputs)
+
+    def of(self, place: str) -> Policy:
+        """Return the policy of the module whose parameters are the subtree at `place`. `cast_at` has the plan's paths.
+
+        >>> Policy.parse("a: compute=bf16; a.norm: compute=f32; b: compute=f16").of("a")
+        Policy('compute=bf16; norm: compute=f32')
+        """
+        pairs = [(where, policy) for where, policy in self.overrides if isinstance(where, str)]
+        around = [policy for where, policy in pairs if any(_rest(where, name) == "" for name in names_in([place]))]
+        if not around:
+            return self
+        inside = tuple((path, policy) for where, policy in pairs if (path := _rest(where, place)))
+        cast_at = [f"{place}.{rest}" if (rest := _rest(path, place)) else path for path in self.cast_at]
+        return replace(around[0].over(self), cast_at=tuple(cast_at), overrides=inside)
 
     def cast(self, x: Tree, to: str) -> Tree:
         """Cast the real floating tensors of a tree to the dtype named `to` ("compute", say); other leaves stay.
@@ -121,12 +141,36 @@ class Policy:
         return tree.map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, x)
 
 
+SomePolicy = Policy | str | Mapping[str, Policy | str] | None
 _YES, _NO = ("yes", "true", "True", "1"), ("no", "false", "False", "0")
 _DTYPES = [f.name for f in fields(Policy) if f.name not in ("cast_inputs", "cast_at", "overrides")]
 
 
 def _each(where: WherePolicy | list[str] | tuple[str, ...]) -> Sequence[WherePolicy]:
     return [*where] if isinstance(where, list | tuple) else [where]
+
+
+def _with_inner(outer: Policy, where: WherePolicy, policy: Policy) -> Iterator[tuple[WherePolicy, Policy]]:
+    """Yield (pattern, policy without overrides): first the overrides of `policy`, with paths below `where`."""
+    if policy.output not in (None, outer.output):
+        raise ValueError(
+            f"policy: {where!r}: output={policy.output} is the dtype of the loss, one for all leaves: give "
+            "Policy(output=..., overrides=...)"
+        )
+    patterns = [inner for inner, _ in policy.overrides]
+    if not all(isinstance(x, str) for x in [where, *patterns]) and (patterns or policy.cast_at):
+        raise TypeError(f"policy: {where!r}: expected patterns above and in a policy with paths of its own: {policy}")
+    for inner, override in policy.overrides:
+        yield f"{where}.{inner}", override.over(policy)
+    yield where, replace(policy, cast_at=(), overrides=())
+
+
+def _rest(pattern: str, place: str) -> str | None:
+    """Return the part of a pattern below `place`; None if its beginning, without `**`, is no pattern of `place`."""
+    parts, names = pattern.split("."), place.split(".")
+    first, rest = parts[: len(names)], parts[len(names) :]
+    fits = "**" not in first and matches(names, ".".join(first), names_in([place]))
+    return ".".join(rest) if fits else None
 
 
 def _are_pairs(x: object) -> bool:
@@ -164,17 +208,21 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def policy_of(policy: Policy | str | None) -> Policy:
-    """Make a policy of text or None.
+def policy_of(policy: SomePolicy) -> Policy:
+    """Make a policy of text, of a dict of policies by their subtrees, or of None.
 
     >>> policy_of("compute=bf16").compute
     torch.bfloat16
     """
     if isinstance(policy, str):
         return Policy.parse(policy)
+    if isinstance(policy, Mapping):
+        return Policy(overrides=tuple((path, policy_of(of)) for path, of in policy.items()))
     if policy is None or isinstance(policy, Policy):
         return policy or Policy()
-    raise TypeError(f"policy: expected a Policy, or words such as 'compute=bf16', got {shown(policy)}")
+    raise TypeError(
+        f"policy: expected a Policy, words such as 'compute=bf16', or a dict of these by subtrees, got {shown(policy)}"
+    )
 
 
 @dataclass(frozen=True)

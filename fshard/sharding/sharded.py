@@ -30,7 +30,7 @@ from ..plan.leaves import check_tensors, memory_key
 from ..plan.owners import Picture, picture
 from ..plan.plan import Plan, Slot, check_plain
 from ..plan.planning import with_policy
-from ..plan.precision import Policy
+from ..plan.precision import SomePolicy
 from ..whole.moves import gathered
 from .schedule import View, check_replaced, check_static
 
@@ -99,7 +99,7 @@ class Sharded(Parts, Readable):
         """Return these parameters with trainable kinds gathered from `fine`, a tree cut over `state_over`."""
         return self.updated(coarsen(fine, self.plan.params_over))
 
-    def with_policy(self, policy: Policy | str | None) -> Sharded:
+    def with_policy(self, policy: SomePolicy) -> Sharded:
         """Return the same tensors under another policy for computation, such as full precision to evaluate.
 
         ValueError if the policy stores other dtypes, or has different dtypes for leaves of one flat buffer.

@@ -20,7 +20,7 @@ from ..core.tree import Spec, Tree, detached, flatten, map, map_tops, unflatten
 from ..grad.grad import check_loss
 from ..layout.layout import Leaf
 from ..plan.leaves import first_places
-from ..plan.precision import Policy, Precision, policy_of, precisions
+from ..plan.precision import Policy, Precision, SomePolicy, policy_of, precisions
 from ..plan.units import Where, claim_leaves, claim_policies
 from ..sharding.sharded import gather_params
 from ..state.optimizer import gather_state
@@ -81,7 +81,7 @@ def oracle(
     tx: Transform,
     *,
     frozen: Where = None,
-    policy: Policy | str | None = None,
+    policy: SomePolicy = None,
     clip_norm: float | None = None,
     accumulate: int = 1,
     skip_labels: Labels = None,

@@ -205,3 +205,17 @@ def test_a_loss_that_drops_running_statistics_is_warned(loss, how):
     assert all(bool(words) == (loss == "dropped") for words in told), told
     assert all("with_extra=True" in word for words in told for word in words)
     assert lost(None, "dropped", how, nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False))) == []
+
+
+def test_leaves_on_two_meshes() -> None:
+    """The statistics were those over the mesh of the first leaf."""
+    apply, params, buffers = functionalize(nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3)))
+
+    def run(mesh: Any) -> None:
+        first = fshard.shard_params(params, fshard.make_plan(params, mesh))
+        second = fshard.shard_params({"1": params["1"]}, fshard.make_plan({"1": params["1"]}))
+        loss = lambda p, q: apply({"0": p["0"], "1": q["1"]}, buffers, torch.ones(2, 3))[0].sum()  # noqa: E731
+        fshard.evaluate(loss)(first, second)
+
+    with pytest.raises(ValueError, match=r"batch norms: expected leaves of plans on one mesh, got the meshes \[\(\), "):
+        simulated(run, shard=2)
