@@ -154,8 +154,8 @@ SYSTEMS = {
     "ddp": System(ddp, "DistributedDataParallel"),
     "ddp-zero": System(ddp_zero, "DistributedDataParallel with ZeroRedundancyOptimizer"),
     "fshard": System(ours, "fshard, everything sharded", mean=True),
-    "fshard-whole": System(partial(ours, over=WHOLE), "`params_over=()`, `grads_over=()`, `state_over=()`", mean=True),
-    "fshard-zero1": System(partial(ours, over=ZERO1), "`params_over=()`, `grads_over=()`", mean=True),
+    "fshard-whole": System(partial(ours, over=WHOLE), '`strategy="ddp"`', mean=True),
+    "fshard-zero1": System(partial(ours, over=ZERO1), '`strategy="zero1"`', mean=True),
     "fshard-jit": System(partial(ours, jit={}), "`fshard.jit(step, donate=True)`", mean=True, compiled=True),
     "fshard-artifact": System(
         from_artifact, "the same with `artifact=`, which the second process loads", mean=True, compiled=True, extra=True
