@@ -62,7 +62,7 @@ def main(mesh: Any) -> None:
         scores, _ = apply.eval(params, buffers, x)
         return fshard.Mean((scores.argmax(1) == y).float().sum(), len(x))
 
-    plan = fshard.make_plan(params, mesh, units=apply.units(Block))
+    plan = fshard.make_plan(params, mesh)
     lr = fshard.optim.schedules.warmup_cosine(1e-2, warmup=10, steps=EPOCHS * -(-TRAIN // ROWS))
     tx = fshard.optim.adamw(lr, weight_decay=0.05)
     state = fshard.init_state(fshard.shard_params(params, plan), tx, seed=0, extra=buffers)

@@ -72,7 +72,7 @@ def main(mesh: Any) -> None:
     torch.manual_seed(0)  # the same parameters on every rank
     params = new_params()
     tx = fshard.optim.adam(3e-2)  # a high rate: the average takes its noise away
-    state = fshard.init_state(fshard.shard_params(params, fshard.make_plan(params, mesh, units=["*"])), tx)
+    state = fshard.init_state(fshard.shard_params(params, fshard.make_plan(params, mesh)), tx)
     step, ema = fshard.train_step(loss, tx), state.params
     torch.manual_seed(1 + mesh.get_rank())  # other data on every rank
     for _ in range(STEPS):

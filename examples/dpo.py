@@ -73,7 +73,7 @@ def accuracy(params: Any, batch: dict[str, Tensor]) -> fshard.Mean:
 def main(mesh: Any) -> None:
     torch.manual_seed(0)  # the same parameters on every rank
     params = new_params()
-    plan, tx = fshard.make_plan(params, mesh, units=["blocks.*"]), optim.adamw(3e-3)
+    plan, tx = fshard.make_plan(params, mesh), optim.adamw(3e-3)
     state, step = fshard.init_state(fshard.shard_params(params, plan), tx), fshard.train_step(first_loss, tx)
     torch.manual_seed(1 + mesh.get_rank())  # other data on every rank
     for _ in range(FIRST_STEPS):

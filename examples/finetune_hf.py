@@ -17,7 +17,6 @@ import torch.distributed as dist
 import transformers as hf
 from rich.progress import track
 from torch.distributed.device_mesh import init_device_mesh
-from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 import fshard
 
@@ -58,7 +57,7 @@ def run(mesh: Any, args: Any) -> None:
         module = hf.GPT2LMHeadModel(CONFIG).train()
     module.activation_checkpointing_enable({"use_reentrant": False})
     apply, shapes, _ = fshard.module.functionalize(module)
-    plan = fshard.make_plan(shapes, mesh, units=apply.units(GPT2Block))
+    plan = fshard.make_plan(shapes, mesh)
     load = fshard.checkpoint.load_safetensors
     base = load(args.model, plan) if args.model else fit(apply.init(plan), apply, HELP, mesh, args, "base")
     fit(base, apply, SOURCE, mesh, args, "tuned")

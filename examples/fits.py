@@ -62,7 +62,7 @@ def traced(strategy: str, layers: int) -> Counter[str]:
     params = new_params(layers)
     over: Any = STRATEGIES[strategy]
     mesh, policy = fshard.AbstractMesh(shard=RANKS), "storage=f32,compute=bf16,reduce=f32"
-    plan = fshard.make_plan(params, mesh, units=["blocks.*"], policy=policy, **over)
+    plan = fshard.make_plan(params, mesh, policy=policy, **over)
     tx = fshard.optim.adamw(1e-4)
     state = fshard.eval_shape(lambda p: fshard.init_state(fshard.shard_params(p, plan), tx), params)
     step = fshard.jit(fshard.train_step(loss, tx, clip_norm=1.0), donate=True)

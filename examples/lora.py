@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpt_model import GPT, Block, GPTConfig
+from gpt_model import GPT, GPTConfig
 from ranks import on_ranks
 from torch import Tensor, nn
 
@@ -47,7 +47,7 @@ def fit(model: GPT, mesh: Any, by: int) -> tuple[list[float], fshard.Sharded]:
         total = F.cross_entropy(scores.flatten(0, 1), digits[:, 1:].flatten(), reduction="sum")
         return fshard.Mean(total, digits[:, 1:].numel())
 
-    plan = fshard.make_plan(params, mesh, units=apply.units(Block), frozen=apply.frozen)
+    plan = fshard.make_plan(params, mesh, frozen=apply.frozen)
     tx = fshard.optim.adamw(1e-2)
     state = fshard.init_state(fshard.shard_params(params, plan), tx)
     step, losses = fshard.train_step(loss, tx, clip_norm=1.0, donate=True), []

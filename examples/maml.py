@@ -62,7 +62,7 @@ def loss(params: Any, batch: dict[str, Tensor], steps: int = 1) -> fshard.Mean:
 def main(mesh: Any) -> None:
     torch.manual_seed(0)  # the same parameters on every rank
     params = new_params()
-    plan = fshard.make_plan(params, mesh, units=["*"], regather=False)  # regather=True: the loss would start twice
+    plan = fshard.make_plan(params, mesh, regather=False)  # regather=True: the loss would start twice
     tx = fshard.optim.adam(1e-2)
     state, step = fshard.init_state(fshard.shard_params(params, plan), tx), fshard.train_step(loss, tx)
     torch.manual_seed(1 + mesh.get_rank())  # other tasks on every rank

@@ -62,7 +62,7 @@ def main(mesh: Any) -> None:
     torch.manual_seed(0)  # the same parameters on every rank
     params = new_params()
     tx = fshard.optim.adam(fshard.optim.schedules.cosine(1e-2, STEPS))
-    state = fshard.init_state(fshard.shard_params(params, fshard.make_plan(params, mesh, units=["*"])), tx)
+    state = fshard.init_state(fshard.shard_params(params, fshard.make_plan(params, mesh)), tx)
     step, mean_distance = fshard.train_step(loss, tx), fshard.evaluate(distance)  # evaluate: the mean over all ranks
     torch.manual_seed(1 + mesh.get_rank())  # other data on every rank
     before = mean_distance(state.params, 0.0)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpt_model import GPT, Block, GPTConfig
+from gpt_model import GPT, GPTConfig
 from matplotlib.figure import Figure
 from nanogpt_text import Batch, all_windows, as_tensor, random_windows, read_text
 from ranks import on_ranks
@@ -217,7 +217,7 @@ def started(s: argparse.Namespace, mesh: Any) -> tuple[GPT, Any, fshard.TrainSta
     torch.manual_seed(s.seed)  # all ranks make the same model, and each keeps its shards
     model = GPT(GPTConfig(s.context, 256, s.layers, s.heads, s.width)).to(mesh.device_type)
     apply, params, _ = fshard.module.functionalize(model)
-    plan = fshard.make_plan(params, mesh, units=apply.units(Block))
+    plan = fshard.make_plan(params, mesh)
     return model, apply, fshard.init_state(fshard.shard_params(params, plan), optimizer(s), seed=s.seed)
 
 

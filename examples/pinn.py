@@ -54,7 +54,7 @@ def error(params: Any, points: Tensor) -> Tensor:
 def main(mesh: Any) -> None:
     torch.manual_seed(0)  # the same parameters on every rank
     params = new_params()
-    plan = fshard.make_plan(params, mesh, units=["*"], regather=False)  # regather=True: the loss would start twice
+    plan = fshard.make_plan(params, mesh, regather=False)  # regather=True: the loss would start twice
     tx = fshard.optim.adam(fshard.optim.schedules.cosine(1e-2, STEPS))
     state, step = fshard.init_state(fshard.shard_params(params, plan), tx), fshard.train_step(loss, tx)
     grid = torch.cartesian_prod(torch.linspace(0, 1, 33), torch.linspace(0, 1, 33))

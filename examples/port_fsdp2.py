@@ -107,8 +107,7 @@ def with_fshard(
     apply, shapes, _ = fshard.module.functionalize(model)
     # sharding by block, mixed precision
     policy = fshard.Policy(compute=compute, reduce=reduce)
-    units = apply.units(Block)
-    plan = fshard.make_plan(shapes, mesh, units=units, policy=policy)
+    plan = fshard.make_plan(shapes, mesh, policy=policy)
     # initial values
     params = apply.init(plan, seed=0)
     buffers = apply.init_buffers("cpu")

@@ -34,7 +34,7 @@ def loss(params: Any, x: Tensor) -> fshard.Mean:
 
 def started(mesh: Any) -> fshard.TrainState:
     params = fshard.tree.map(lambda x: x.to(mesh.device_type), PARAMS)
-    plan = fshard.make_plan(params, mesh, units=apply.units(nn.Linear))
+    plan = fshard.make_plan(params, mesh)
     return fshard.init_state(fshard.shard_params(params, plan), TX, seed=0)  # the seed is that of dropout
 
 

@@ -23,8 +23,8 @@ def plan_picture() -> str:
     scope: dict[str, Any] = {}
     exec(code, scope)
     with torch.device("meta"):
-        apply, params, _ = fshard.module.functionalize(scope["Model"]())
-    plan = fshard.make_plan(params, fshard.AbstractMesh(shard=8), units=apply.units("layers.*"))
+        _, params, _ = fshard.module.functionalize(scope["Model"]())
+    plan = fshard.make_plan(params, fshard.AbstractMesh(shard=8))
     return fshard.show(plan).svg()
 
 

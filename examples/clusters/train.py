@@ -49,7 +49,7 @@ def train(out: str, steps: int) -> None:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
 
     like = {"blocks": [{"w": torch.empty(WIDTH, WIDTH, device="meta")} for _ in range(3)]}
-    plan, tx = fshard.make_plan(like, mesh, units=["blocks.*"]), fshard.optim.adamw(1e-2)
+    plan, tx = fshard.make_plan(like, mesh), fshard.optim.adamw(1e-2)
     state = fshard.init_state(fshard.init_params(plan, init), tx)
     if fshard.checkpoint.latest(out, mesh) is not None:
         state = fshard.checkpoint.restore(out, state)

@@ -42,7 +42,7 @@ from ..layout.rules import COPIES, Rule, interval
 from .ahead import Ahead, Crossings, crossings
 from .owners import Holders, Picture, Share, TableLine, picture, size, span
 from .precision import Policy, Precision
-from .units import ENDS, ROOT
+from .units import ENDS, ROOT, repeated_siblings
 
 _ALIGN_SHARDS = 16  # bytes
 _BUCKET = 1 << 20  # bytes; smaller units cost time for messages, not for bytes
@@ -429,7 +429,10 @@ class Plan:
         )
 
     def _advice(self) -> list[str]:
-        return self._largest(self.ahead.sizes) + self._smallest(self.ahead.sizes)
+        named = [x for unit in self.units for x in unit.joined or (unit.name,) if x not in (ROOT, *ENDS)]
+        siblings = [path for path, *_ in repeated_siblings(self.spec, [self.slots[n] for n in self.leaves])]
+        said = ["Units are repeated siblings, as found without units=."] * (named == siblings != [])
+        return said + self._largest(self.ahead.sizes) + self._smallest(self.ahead.sizes)
 
     def _largest(self, sizes: Sequence[int]) -> list[str]:
         largest = max(sizes, default=0)

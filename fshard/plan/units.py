@@ -13,7 +13,7 @@ from ..core import tree
 from ..core.arguments import check_predicate, check_whole, wrong
 from ..core.patterns import matches, names_in
 from ..core.tree import Tree
-from ..layout.layout import Split
+from ..layout.layout import Leaf, Split
 from .precision import Policy
 
 Where = str | Sequence[str] | Callable[[str, Tree], bool] | None
@@ -99,9 +99,7 @@ def _check_where(name: str, where: object) -> None:
 
 def claim_leaves(params: Tree, spec: tree.Spec, origins: Sequence[int], where: Where, name: str) -> list[bool]:
     """True for every selected leaf; selecting one occurrence of a tied leaf selects all."""
-    selected = set[int]()
-    for _, first, count in _selector(params, spec, where, name):
-        selected.update(origins[first : first + count])
+    selected = {x for _, first, count in _selector(params, spec, where, name) for x in origins[first : first + count]}
     return [origin in selected for origin in origins]
 
 
@@ -177,7 +175,7 @@ def claim_units(
         owner = _fill_units(flat, origins, units)
     else:
         where, tuples = _without_tuples(units)
-        selected = _repeated(spec, flat) if where is None else _selector(params, spec, where, "units")
+        selected = repeated_siblings(spec, flat) if where is None else _selector(params, spec, where, "units")
         for path, first, count in selected:
             owner[first : first + count] = [path or ROOT] * count  # inner subtrees come later, and win
         owner = _with_ends(owner, origins)
@@ -189,8 +187,8 @@ def claim_units(
     return {name: parts.get(name, ()) for name in names}, [numbers[name] for name in owner]
 
 
-def _repeated(
-    node: tree.Spec, flat: Sequence[Tensor], above: tuple[str, ...] = (), first: int = 0
+def repeated_siblings(
+    node: tree.Spec, flat: Sequence[Tensor | Leaf], above: tuple[str, ...] = (), first: int = 0
 ) -> Iterator[tuple[str, int, int]]:
     """Yield (path, first leaf, number of leaves) of repeated siblings, outermost first."""
     names, children = [str(name) for name in tree.names(node)], [*tree.children(node)]
@@ -205,14 +203,13 @@ def _repeated(
         if form is not None and count[form] > 1:
             yield ".".join(path), first + at, child.num_leaves
         elif not child.is_leaf():
-            yield from _repeated(child, flat, path, first + at)
+            yield from repeated_siblings(child, flat, path, first + at)
 
 
-def _likeness(node: tree.Spec, leaves: Sequence[Tensor]) -> Hashable:
+def _likeness(node: tree.Spec, leaves: Sequence[Tensor | Leaf]) -> Hashable:
     """Return what repeated siblings have in common; None if no leaf has two dims."""
-    if all(leaf.dim() < 2 for leaf in leaves):
-        return None
-    return *tree.leaf_paths(node), *((leaf.shape, leaf.dtype) for leaf in leaves)
+    forms = [(leaf.shape, leaf.dtype) for leaf in leaves]
+    return (*tree.leaf_paths(node), *forms) if any(len(shape) > 1 for shape, _ in forms) else None
 
 
 def _without_tuples(units: Any) -> tuple[Where, list[tuple[str, ...]]]:

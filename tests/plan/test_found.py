@@ -1,5 +1,6 @@
 """A plan without options: units and axes that it finds, strategies by their words, values that depend on neither."""
 
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -137,6 +138,25 @@ def test_other_words_are_errors() -> None:
             fshard.make_plan([], AbstractMesh(a=2, b=2), strategy=word)
     assert fshard.make_plan([], AbstractMesh(a=2, b=2), strategy="ddp").state_over == ()
     assert fshard.make_plan([], AbstractMesh(replicate=2, gpu=2), strategy="hsdp").params_over == ("gpu",)
+
+
+def test_print_says_that_units_were_found() -> None:
+    """A reader would look for the option that chose the units."""
+    line, mesh = "Units are repeated siblings, as found without units=.", AbstractMesh(shard=2)
+    for name, (params, expected) in TREES.items():
+        for units, is_said in ((None, bool(expected)), ([], False), (10, False)):
+            made = fshard.make_plan(params, mesh, units=units)
+            assert (line in str(made).splitlines()) == is_said, (name, units)
+    tied = {"first": shared(), "rest": [layer(), layer()]}
+    for how in (
+        {},
+        {"bucket": 1 << 20},
+        {"frozen": "**"},
+        {"policy": "storage=bf16"},
+        {"units": ["first.*", "rest.*"]},
+    ):
+        made = fshard.make_plan(tied, mesh, **how)
+        assert line in str(pickle.loads(pickle.dumps(made))).splitlines()
 
 
 def test_print_says_that_one_unit_is_most() -> None:

@@ -295,3 +295,20 @@ def test_the_cost_on_many_ranks_is_that_of_a_steps_collectives() -> None:
         kinds = [call.kind for call in scale.calls_of_a_step(mesh)]
     assert [kinds.count(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")] == [14, 8, 2]
     assert all(microseconds > 0 for microseconds in scale.row(16, rounds=1).values())
+
+
+def needs_of_both_plans(mesh: Any, name: str) -> tuple[list[int], list[int]]:
+    """Bytes and collectives of an example's step, without `units=` and with the units chosen by hand."""
+    sys.path.insert(0, BENCHMARKS)
+    warnings.simplefilter("default")
+    import plans
+
+    return plans.needs(name, mesh, None), plans.needs(name, mesh, plans.EXAMPLES[name])
+
+
+# the examples with other units by hand
+@pytest.mark.parametrize("name", ["classifier", "lora", "nanogpt", "resume", "pinn", "maml", "diffusion", "meanflow"])
+def test_a_plan_without_options_needs_no_more_than_one_by_hand(name: str) -> None:
+    """An example without `units=` would take more memory, or send more messages, and its reader would not know."""
+    for alone, by_hand in gloo(needs_of_both_plans, name):
+        assert all(found <= 1.05 * best for found, best in zip(alone, by_hand, strict=True)), (alone, by_hand)
