@@ -38,6 +38,7 @@ from .loops import libraries, load
 from .regions import Region, boxed, driver
 from .trace import Output, Trace
 
+Scope = dict[str, Any]  # the names of a text that was run
 InnerCompile = Callable[..., object]  # in place of Inductor's `compile_fx_inner`
 CompileRegion = Callable[[fx.GraphModule, InnerCompile], Callable[..., Sequence[Tensor]]]
 
@@ -174,10 +175,7 @@ def _needed_source(source: str) -> tuple[str, list[tuple[str, list[str], str]]]:
         for statement in kept:
             if names & _bound(statement):
                 names |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
-    # the statement that waits for compilation of GPU kernels binds no name
-    rest = ast.Expr | ast.Delete if "async_compile" in names else ()
-    body = [x for x in kept if names & _bound(x) or isinstance(x, rest)]
-    return ast.unparse(ast.Module(body, [])), loops
+    return ast.unparse(ast.Module([x for x in kept if names & _bound(x)], [])), loops
 
 
 def _bound(statement: ast.stmt) -> set[str]:
@@ -211,31 +209,39 @@ def load_program(program: Program, meshes: Sequence[str]) -> tuple[Callable[...,
         paths = [Path(folder) / f"{number}.so" for number in range(len(head["libraries"]))]
         for path, digest in zip(paths, head["libraries"], strict=True):
             path.write_bytes(parts[digest])
-        regions = [_loaded_region(region, parts, paths) for region in head["regions"]]
+        scopes = [_region_scope(region, parts, paths) for region in head["regions"]]
+    for scope in scopes:  # all kernels are submitted
+        if "async_compile" in scope:
+            scope["async_compile"].wait(scope)
+    regions = [_aligned(scope["call"], region) for scope, region in zip(scopes, head["regions"], strict=True)]
     constants = {}
     for name, (dtype, shape, device, digest) in head["constants"].items():
         data = torch.empty(len(parts[digest]), dtype=torch.uint8, device="cpu")
         if parts[digest]:  # `frombuffer` refuses empty buffers
             data = torch.frombuffer(bytearray(parts[digest]), dtype=torch.uint8)
         constants[name] = from_bytes(data, getattr(torch, dtype)).view(shape).to(device)
-    scope: dict[str, Any] = {**_DRIVER_NAMES, **{f"region_{n}": fn for n, fn in enumerate(regions)}}
-    scope |= {f"mesh_{n}": name for n, name in enumerate(meshes)}
+    names: Scope = {**_DRIVER_NAMES, **{f"region_{n}": fn for n, fn in enumerate(regions)}}
+    names |= {f"mesh_{n}": name for n, name in enumerate(meshes)}
     text = parts[head["driver"]].decode()
-    exec(text, scope)
-    forward, constants_of = scope["forward"], SimpleNamespace(**constants)
+    exec(text, names)
+    forward, constants_of = names["forward"], SimpleNamespace(**constants)
     return lambda *inputs: forward(constants_of, *inputs), text
 
 
-def _loaded_region(region: Json, parts: Mapping[str, bytes], paths: Sequence[Path]) -> Callable[..., Sequence[Tensor]]:
-    scope: dict[str, Any] = {name: load(loop, str(paths[number])) for name, (number, loop) in region["loops"].items()}
+def _region_scope(region: Json, parts: Mapping[str, bytes], paths: Sequence[Path]) -> Scope:
+    scope: Scope = {name: load(loop, str(paths[number])) for name, (number, loop) in region["loops"].items()}
     exec(parts[region["text"]].decode(), scope)
+    return scope
+
+
+def _aligned(call: Callable[..., Sequence[Tensor]], region: Json) -> Callable[..., Sequence[Tensor]]:
     if not region["aligned"]:
-        return scope["call"]
+        return call
     # Private API: Inductor's function aligns inputs to 16 bytes, as GPU kernels expect.
     from torch._inductor.utils import align_inputs_from_check_idxs
 
     written: Any = {*region["written"]}
-    return align_inputs_from_check_idxs(scope["call"], region["aligned"], written)
+    return align_inputs_from_check_idxs(call, region["aligned"], written)
 
 
 def result_of(program: Program, leaves: Sequence[object], spec: tree.Spec) -> tuple[tree.Spec, tuple[object, ...]]:

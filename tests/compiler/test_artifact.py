@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ import fshard
 from fshard import optim
 from fshard.compiler import identity
 from fshard.compiler.artifact import find
-from fshard.compiler.program import UnsavableError, _constant, _Parts
+from fshard.compiler.program import Program, UnsavableError, _constant, _Parts, digest_of, load_program
 
 
 def dropped(p: Any, tokens: Tensor) -> fshard.Mean:
@@ -625,3 +625,44 @@ def test_writes_and_new_forms_between_collectives(fn: Any, tmp_path: Path) -> No
         torch.testing.assert_close(made[0](sharded, x), fn(x, mesh))
 
     simulated(run, shard=2)
+
+
+# ---- kernels of GPUs
+
+
+class Compiler:
+    """A region's compiler that tells when kernels are submitted and awaited."""
+
+    said: ClassVar[list[str]] = []
+
+    def wait(self, scope: dict[str, Any]) -> None:
+        self.said.append(f"awaits {scope['number']}")
+
+
+REGION = """
+import sys
+Compiler = sys.modules["test_artifact"].Compiler
+async_compile, number = Compiler(), {}
+Compiler.said.append("submits {}")
+def call(args): return [args[0] + number]
+"""
+
+
+def program_of_texts(*texts: str, kernels: dict[str, bytes] | None = None) -> Program:
+    """A program whose driver calls each region with the result of the one before."""
+    calls = "\n".join(f"    x, = region_{number}([x])" for number in range(len(texts)))
+    data = [f"def forward(self, x):\n{calls}\n    return x".encode(), *(text.encode() for text in texts)]
+    driver, *regions = map(digest_of, data)
+    files = {name: digest_of(file) for name, file in (kernels or {}).items()}
+    head = {"driver": driver, "libraries": [], "constants": {}, "kernels": files} | {
+        "regions": [{"text": text, "loops": {}, "aligned": [], "written": []} for text in regions]
+    }
+    return Program(head, {digest_of(file): file for file in (*data, *(kernels or {}).values())})
+
+
+def test_all_kernels_are_submitted_before_one_is_awaited():
+    """Compile workers would have the kernels of one region at a time."""
+    Compiler.said.clear()
+    fn, *_ = load_program(program_of_texts(*map(REGION.format, "12", "12")), [])
+    assert fn(3) == 6
+    assert Compiler.said == ["submits 1", "submits 2", "awaits 1", "awaits 2"]

@@ -201,7 +201,7 @@ def test_what_is_loaded_starts_the_same_kernels(begun: Any, jitted: Run) -> None
     made = lowered.program()
     leaves, _ = flat_call((state, batch(0)), {})
     same = Program(json.loads(json.dumps(made.head)), made.parts)
-    again = loaded(same, leaves, lowered.signature, [], Options(donate=True))
+    again = loaded(same, leaves, lowered.interface.signature, [], Options(donate=True))
     logs = ran(again, state, "loaded").logs
     words = [[line.split()[0] for line in run[-1]] for run in (jitted.logs, logs)]
     assert [word for word in words[0] if word != "given"] == [word for word in words[1] if word != "given"]
