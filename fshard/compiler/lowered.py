@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -196,6 +196,12 @@ class Compiled:
     fn: Graph
     _text: str
     _lowered: Lowered | None = None  # None: cannot be saved
+    after_first: list[Callable[[], None]] = field(default_factory=list)  # called after the first call
+
+    def __post_init__(self) -> None:
+        if self.interface.signature.is_on_accelerator:
+            # the memory of autotuning's clones fits nothing else
+            self.after_first.append(torch.accelerator.empty_cache)
 
     def as_text(self) -> str:
         """Return the code that runs: the driver of the regions, or the graph if it was compiled whole."""
@@ -247,6 +253,10 @@ class Compiled:
             for device, dtype in self.interface.signature.ambient.autocast:  # the graph contains autocast's casts
                 stack.enter_context(torch.autocast(device, dtype, enabled=False))
             outputs = self.fn(*inputs)
+        if self.after_first:
+            todo, self.after_first[:] = [*self.after_first], []
+            for then in todo:
+                then()
         results = [_result_from(result, inputs, outputs) for result in self.interface.results]
         if self.interface.donate:
             # the graph has overwritten every tensor of its first argument, also in a state's `extra`

@@ -34,6 +34,7 @@ from fshard import optim
 from fshard.compiler import identity
 from fshard.compiler.artifact import find
 from fshard.compiler.program import Program, UnsavableError, _constant, _Parts, digest_of, load_program
+from fshard.compiler.signature import Signature
 
 
 def dropped(p: Any, tokens: Tensor) -> fshard.Mean:
@@ -666,3 +667,24 @@ def test_all_kernels_are_submitted_before_one_is_awaited():
     fn, *_ = load_program(program_of_texts(*map(REGION.format, "12", "12")), [])
     assert fn(3) == 6
     assert Compiler.said == ["submits 1", "submits 2", "awaits 1", "awaits 2"]
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Graphs are told that they lie on an accelerator; the calls of its allocator."""
+    calls = list[str]()
+    monkeypatch.setattr(Signature, "is_on_accelerator", True)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: calls.append("emptied"))
+    return calls
+
+
+@pytest.mark.parametrize("artifact", [False, True])
+def test_what_autotuning_took_is_given_back_once(artifact, tmp_path, as_on_a_gpu):
+    """Segments for clones of what kernels write to would stay reserved, and nothing else fits into them."""
+    run = fshard.jit(times, artifact=tmp_path / "step" if artifact else None)
+    for x in (X, X, X[:2], X):
+        assert same_bits(run(x), times(x))
+    assert as_on_a_gpu == ["emptied"] * 2
+    compiled = fshard.jit(times).lower(X).compile()
+    assert same_bits([compiled(X), compiled(X)], [times(X)] * 2)
+    assert as_on_a_gpu == ["emptied"] * 3
