@@ -32,7 +32,7 @@ from .captures import Capture, captures
 from .donate import Input, donated
 from .identity import FunctionIdentity
 from .loops import in_one_file
-from .program import InnerCompile, Program, UnsavableError, load_program, program_of, result_of
+from .program import InnerCompile, Program, Scope, UnsavableError, load_program, program_of, result_of
 from .regions import are_alike, as_text, driver, regions
 from .signature import (
     Captured,
@@ -196,6 +196,7 @@ class Compiled:
     fn: Graph
     _text: str
     _lowered: Lowered | None = None  # None: cannot be saved
+    scopes: Sequence[Scope] = ()  # of a loaded function's regions
     after_first: list[Callable[[], None]] = field(default_factory=list)  # called after the first call
 
     def __post_init__(self) -> None:
@@ -220,7 +221,8 @@ class Compiled:
                 "device or on a mesh with processes"
             )
         path, program = file_at("save: path", path), together(mesh, self._lowered.program)
-        artifact.save_program(path, self._lowered.identity, program, mesh)
+        *_, scopes = together(mesh, partial(load_program, program, [*self.interface.signature.grids]))
+        artifact.save_program(path, self._lowered.identity, program, mesh, scopes)
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """Call the compiled function. Raises ValueError for arguments of another signature."""
@@ -276,9 +278,9 @@ def loaded(
     program: Program, leaves: Sequence[object], called: Signature, variables: Sequence[Capture], options: Options
 ) -> Compiled:
     captured = tuple(variables[number]._replace(is_input=True) for number in program.head["captured"])
-    fn, text = load_program(program, [*called.grids])
+    fn, text, scopes = load_program(program, [*called.grids])
     inside = contents(captured, inputs_of(captured)), *result_of(program, leaves, called.spec)
-    return Compiled(Interface(called, options.donate, captured, *inside), fn, text)
+    return Compiled(Interface(called, options.donate, captured, *inside), fn, text, scopes=scopes)
 
 
 @dataclass(frozen=True)
