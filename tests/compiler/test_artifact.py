@@ -824,6 +824,12 @@ def test_kernels_are_saved_after_the_first_call(tmp_path, caches, monkeypatch, a
     assert (there / "inductor/27/a.best_config").read_bytes() == b"chosen"
 
 
+def test_ranks_save_kernels_together(tmp_path, as_on_a_gpu):
+    """A rank would save alone, and wait for others, or take one collective for another."""
+    simulated(both, "adamw", str(tmp_path / "step"))
+    assert len(as_on_a_gpu) == 6
+
+
 def test_kernels_that_cannot_be_saved_cost_no_result(tmp_path, monkeypatch, as_on_a_gpu):
     """The state of a donated step would be lost, because a disk is full."""
 
