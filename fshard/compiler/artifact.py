@@ -25,10 +25,10 @@ from ..core.arguments import check_path
 from ..files.folders import Folder, LocalFolder, LocalReader, folder_of, read_bytes
 from ..files.foreign import require
 from .identity import FunctionIdentity
-from .program import Json, Program, UnsavableError, digest_of
+from .program import Json, Program, Scope, UnsavableError, digest_of, with_kernels
 
 Path = str | os.PathLike[str]
-_INDEX, _FORMAT = "index.json", 1
+_INDEX, _FORMAT = "index.json", 2
 _MOST = 1 << 60
 
 
@@ -63,17 +63,20 @@ def find(path: Path, identity: FunctionIdentity, mesh: AnyMesh) -> Program | str
         return f"it is damaged, or no artifact: {type(error).__name__}: {error}"
 
 
-def save_program(path: Path, identity: FunctionIdentity, program: Program, mesh: AnyMesh) -> None:
-    """Add the programs of all ranks to the file at `path`. All ranks call `save`; rank 0 writes."""
+def save_program(
+    path: Path, identity: FunctionIdentity, program: Program, mesh: AnyMesh, scopes: Sequence[Scope] = ()
+) -> None:
+    """Add all ranks' programs, and the kernels in `scopes`, to the file at `path`. All ranks call; rank 0 writes."""
 
-    def check() -> None:
+    def checked() -> Program:
         if identity.unknown:
             raise UnsavableError(
                 f"jit: artifact: {identity.unknown}, which another process cannot compare: pass what the function "
                 "needs of it as numbers, strings or tensors, or jit without an artifact"
             )
+        return with_kernels(program, scopes)
 
-    together(mesh, check)
+    program = together(mesh, checked)
     key, head = (json.dumps(x).encode() for x in (identity.texts(), program.head))
     parts = {digest_of(data): data for data in (key, head)} | dict(program.parts)
     places = [json.loads(text) for text in of_all(json.dumps([digest_of(key), digest_of(head), *parts]), mesh)]
@@ -127,7 +130,8 @@ def _used_parts(index: Sequence[Json], parts: Mapping[str, bytes]) -> list[str]:
 
 def _digests(head: Json) -> list[str]:
     regions = [region["text"] for region in head["regions"]]
-    return [head["driver"], *regions, *head["libraries"], *(digest for *_, digest in head["constants"].values())]
+    named = [*head["libraries"], *head["kernels"].values()]
+    return [head["driver"], *regions, *named, *(digest for *_, digest in head["constants"].values())]
 
 
 def _read_programs(path: Path) -> tuple[list[Json], dict[str, bytes]]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -129,7 +129,16 @@ class Jitted(Generic[P, R]):
             program = together(others, partial(lowered.program, leaves))
             if first:
                 artifacts.save_program(path, known, program, mesh)
-        return loaded(program, leaves, called, variables, self.options), how
+        compiled = loaded(program, leaves, called, variables, self.options)
+        if first and how.startswith("traced") and called.is_on_accelerator:
+            compiled.after_first.append(partial(self._save_kernels, path, known, program, mesh, compiled.scopes))
+        return compiled, how
+
+    def _save_kernels(self, path: str, *program: Any) -> None:
+        try:
+            artifacts.save_program(path, *program)
+        except OSError as error:  # an error would lose the call's result
+            self._reasons.append(f"{path} has no kernels: {error}")
 
     def _reason(self, graphs: dict[_CacheKey, _Graph], key: _CacheKey) -> str:
         if not self._reasons:

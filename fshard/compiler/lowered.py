@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from .captures import Capture, captures
 from .donate import Input, donated
 from .identity import FunctionIdentity
 from .loops import in_one_file
-from .program import InnerCompile, Program, UnsavableError, load_program, program_of, result_of
+from .program import InnerCompile, Program, Scope, UnsavableError, load_program, program_of, result_of
 from .regions import are_alike, as_text, driver, regions
 from .signature import (
     Captured,
@@ -196,6 +196,13 @@ class Compiled:
     fn: Graph
     _text: str
     _lowered: Lowered | None = None  # None: cannot be saved
+    scopes: Sequence[Scope] = ()  # of a loaded function's regions
+    after_first: list[Callable[[], None]] = field(default_factory=list)  # called after the first call
+
+    def __post_init__(self) -> None:
+        if self.interface.signature.is_on_accelerator:
+            # the memory of autotuning's clones fits nothing else
+            self.after_first.append(torch.accelerator.empty_cache)
 
     def as_text(self) -> str:
         """Return the code that runs: the driver of the regions, or the graph if it was compiled whole."""
@@ -214,7 +221,8 @@ class Compiled:
                 "device or on a mesh with processes"
             )
         path, program = file_at("save: path", path), together(mesh, self._lowered.program)
-        artifact.save_program(path, self._lowered.identity, program, mesh)
+        *_, scopes = together(mesh, partial(load_program, program, [*self.interface.signature.grids]))
+        artifact.save_program(path, self._lowered.identity, program, mesh, scopes)
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """Call the compiled function. Raises ValueError for arguments of another signature."""
@@ -247,6 +255,10 @@ class Compiled:
             for device, dtype in self.interface.signature.ambient.autocast:  # the graph contains autocast's casts
                 stack.enter_context(torch.autocast(device, dtype, enabled=False))
             outputs = self.fn(*inputs)
+        if self.after_first:
+            todo, self.after_first[:] = [*self.after_first], []
+            for then in todo:
+                then()
         results = [_result_from(result, inputs, outputs) for result in self.interface.results]
         if self.interface.donate:
             # the graph has overwritten every tensor of its first argument, also in a state's `extra`
@@ -266,9 +278,9 @@ def loaded(
     program: Program, leaves: Sequence[object], called: Signature, variables: Sequence[Capture], options: Options
 ) -> Compiled:
     captured = tuple(variables[number]._replace(is_input=True) for number in program.head["captured"])
-    fn, text = load_program(program, [*called.grids])
+    fn, text, scopes = load_program(program, [*called.grids])
     inside = contents(captured, inputs_of(captured)), *result_of(program, leaves, called.spec)
-    return Compiled(Interface(called, options.donate, captured, *inside), fn, text)
+    return Compiled(Interface(called, options.donate, captured, *inside), fn, text, scopes=scopes)
 
 
 @dataclass(frozen=True)

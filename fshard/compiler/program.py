@@ -6,17 +6,23 @@ Note [A program]
     nothing of Inductor. Meshes have other names in another process, so the driver calls them `mesh_0`, `mesh_1`, in the
     order of the arguments. The result's structure is stored as subtrees of the arguments and Python's containers.
     Nothing is pickled, but loading a program runs its code.
+
+Note [Kernels of a program]
+    A program has the configuration that Inductor chose for each Triton kernel, and its binary, as files. Loading puts
+    missing files into the caches of Inductor and Triton, which find them by digests of source, versions and options.
+    So nothing is compiled or measured again.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
+import json
 import re
 import sys
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,11 +44,14 @@ from .loops import libraries, load
 from .regions import Region, boxed, driver
 from .trace import Output, Trace
 
+Scope = dict[str, Any]  # the names of a text that was run
 InnerCompile = Callable[..., object]  # in place of Inductor's `compile_fx_inner`
 CompileRegion = Callable[[fx.GraphModule, InnerCompile], Callable[..., Sequence[Tensor]]]
 
 _CONTAINER_KINDS: dict[str, Callable[..., Tree]] = {kind.__name__: kind for kind in (dict, list, tuple, OrderedDict)}
 _DRIVER_NAMES = {"torch": torch, "device": torch.device, "inf": float("inf"), "nan": float("nan"), "boxed": boxed}
+_BINARIES = (".cubin", ".hsaco", ".json")  # as under TRITON_STORE_BINARY_ONLY
+_LIST = "__grp__"  # begins the name of Triton's list of a kernel's files
 _PREFIX = f"{boxed.__module__.replace('.', '_')}_"  # torch.fx puts it before names of `regions`
 _MESH = re.compile(r"'mesh_(\d+) of the arguments'")
 
@@ -100,6 +109,7 @@ def program_of(
         ],
         "libraries": [parts.put(Path(path).read_bytes()) for path in paths],
         "constants": {name: _constant(getattr(calls, str(name)), parts) for name in constants},
+        "kernels": {},
         "captured": [*captured],
         "result": _result(traced, leaves),
     }
@@ -174,10 +184,7 @@ def _needed_source(source: str) -> tuple[str, list[tuple[str, list[str], str]]]:
         for statement in kept:
             if names & _bound(statement):
                 names |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
-    # the statement that waits for compilation of GPU kernels binds no name
-    rest = ast.Expr | ast.Delete if "async_compile" in names else ()
-    body = [x for x in kept if names & _bound(x) or isinstance(x, rest)]
-    return ast.unparse(ast.Module(body, [])), loops
+    return ast.unparse(ast.Module([x for x in kept if names & _bound(x)], [])), loops
 
 
 def _bound(statement: ast.stmt) -> set[str]:
@@ -205,37 +212,94 @@ def _constant(x: Tensor, parts: _Parts) -> Json:
     return [str(x.dtype).removeprefix("torch."), [*x.shape], str(x.device), parts.put(data)]
 
 
-def load_program(program: Program, meshes: Sequence[str]) -> tuple[Callable[..., Sequence[Tensor]], str]:
+def load_program(program: Program, meshes: Sequence[str]) -> tuple[Callable[..., Sequence[Tensor]], str, list[Scope]]:
+    """Return the function, the driver's text and the regions' scopes."""
     head, parts = program.head, program.parts
+    _write_kernels(program)
     with tempfile.TemporaryDirectory() as folder:  # a loaded library needs no file
         paths = [Path(folder) / f"{number}.so" for number in range(len(head["libraries"]))]
         for path, digest in zip(paths, head["libraries"], strict=True):
             path.write_bytes(parts[digest])
-        regions = [_loaded_region(region, parts, paths) for region in head["regions"]]
+        scopes = [_region_scope(region, parts, paths) for region in head["regions"]]
+    for scope in scopes:  # all kernels are submitted
+        if "async_compile" in scope:
+            scope["async_compile"].wait(scope)
+    regions = [_aligned(scope["call"], region) for scope, region in zip(scopes, head["regions"], strict=True)]
     constants = {}
     for name, (dtype, shape, device, digest) in head["constants"].items():
         data = torch.empty(len(parts[digest]), dtype=torch.uint8, device="cpu")
         if parts[digest]:  # `frombuffer` refuses empty buffers
             data = torch.frombuffer(bytearray(parts[digest]), dtype=torch.uint8)
         constants[name] = from_bytes(data, getattr(torch, dtype)).view(shape).to(device)
-    scope: dict[str, Any] = {**_DRIVER_NAMES, **{f"region_{n}": fn for n, fn in enumerate(regions)}}
-    scope |= {f"mesh_{n}": name for n, name in enumerate(meshes)}
+    names: Scope = {**_DRIVER_NAMES, **{f"region_{n}": fn for n, fn in enumerate(regions)}}
+    names |= {f"mesh_{n}": name for n, name in enumerate(meshes)}
     text = parts[head["driver"]].decode()
-    exec(text, scope)
-    forward, constants_of = scope["forward"], SimpleNamespace(**constants)
-    return lambda *inputs: forward(constants_of, *inputs), text
+    exec(text, names)
+    forward, constants_of = names["forward"], SimpleNamespace(**constants)
+    return lambda *inputs: forward(constants_of, *inputs), text, scopes
 
 
-def _loaded_region(region: Json, parts: Mapping[str, bytes], paths: Sequence[Path]) -> Callable[..., Sequence[Tensor]]:
-    scope: dict[str, Any] = {name: load(loop, str(paths[number])) for name, (number, loop) in region["loops"].items()}
+def _region_scope(region: Json, parts: Mapping[str, bytes], paths: Sequence[Path]) -> Scope:
+    scope: Scope = {name: load(loop, str(paths[number])) for name, (number, loop) in region["loops"].items()}
     exec(parts[region["text"]].decode(), scope)
+    return scope
+
+
+def _aligned(call: Callable[..., Sequence[Tensor]], region: Json) -> Callable[..., Sequence[Tensor]]:
     if not region["aligned"]:
-        return scope["call"]
+        return call
     # Private API: Inductor's function aligns inputs to 16 bytes, as GPU kernels expect.
     from torch._inductor.utils import align_inputs_from_check_idxs
 
     written: Any = {*region["written"]}
-    return align_inputs_from_check_idxs(scope["call"], region["aligned"], written)
+    return align_inputs_from_check_idxs(call, region["aligned"], written)
+
+
+def with_kernels(program: Program, scopes: Iterable[Scope]) -> Program:
+    """Add the files of the kernels in the regions' scopes (Note [Kernels of a program])."""
+    values = [value for scope in scopes if "async_compile" in scope for value in scope.values()]
+    files = {name: data for value in values for name, data in _kernel_files(value)}
+    parts = _Parts(program.parts)
+    kernels = program.head["kernels"] | {name: parts.put(data) for name, data in files.items()}
+    return Program({**program.head, "kernels": kernels}, parts)
+
+
+def _kernel_files(kernel: object) -> Iterator[tuple[str, bytes]]:
+    # Private API (test_artifact.py): torch's own bundles are made before it chooses.
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    if not isinstance(kernel, CachingAutotuner) or len(kernel.launchers) != 1:  # not chosen yet
+        return
+    choice = getattr(getattr(kernel.save_cache_hook, "__self__", None), "local_cache", None)  # (cache, path)
+    names = ["/".join(Path(choice[1]).parts[-2:])] if choice else []
+    folder = f"{kernel.triton_meta['device']}/{kernel.launchers[0].cache_hash}"
+    names += [f"{folder}/{file.name}" for file in sorted(_cached(f"{folder}/").iterdir()) if file.suffix in _BINARIES]
+    for name in names:
+        if (path := _cached(name)).exists():
+            yield name, _listed_in(Path(), name, path.read_bytes())
+
+
+def _write_kernels(program: Program) -> None:
+    # last the list, by which Triton takes a kernel for whole
+    for name, digest in sorted(program.head["kernels"].items(), key=lambda item: _LIST in item[0]):
+        from torch._inductor.codecache import write_atomic
+
+        if not (path := _cached(name)).exists():
+            write_atomic(str(path), _listed_in(path.parent, name, program.parts[digest]), make_dirs=True)
+
+
+def _cached(name: str) -> Path:
+    """Return a file's path in Triton's cache of a device, or in Inductor's."""
+    from torch._inductor.runtime.runtime_utils import cache_dir, triton_cache_dir
+
+    *device, folder, file = name.split("/")
+    return Path(triton_cache_dir(int(device[0])) if device else cache_dir(), folder, file)
+
+
+def _listed_in(folder: Path, name: str, data: bytes) -> bytes:
+    if _LIST not in name:
+        return data
+    return json.dumps({"child_paths": {file: str(folder / file) for file in json.loads(data)["child_paths"]}}).encode()
 
 
 def result_of(program: Program, leaves: Sequence[object], spec: tree.Spec) -> tuple[tree.Spec, tuple[object, ...]]:

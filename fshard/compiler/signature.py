@@ -87,6 +87,10 @@ class Signature(NamedTuple):
     def mesh(self) -> Mesh | None:
         return next(iter(self.grids.values()), None)
 
+    @property
+    def is_on_accelerator(self) -> bool:
+        return any(isinstance(key, TensorKey) and key.device.type not in ("cpu", "meta") for key in self.kinds)
+
 
 def ambient() -> Ambient:
     cuda, devices = torch.backends.cuda, {"cpu", torch.get_default_device().type}

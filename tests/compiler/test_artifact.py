@@ -12,7 +12,8 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ from support.worlds import gloo, simulated
 from torch import Tensor
 from torch._inductor import config
 from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.runtime.autotune_cache import AutotuneCache
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.utils import align_inputs_from_check_idxs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -32,8 +35,17 @@ from torch.utils.checkpoint import checkpoint
 import fshard
 from fshard import optim
 from fshard.compiler import identity
-from fshard.compiler.artifact import find
-from fshard.compiler.program import UnsavableError, _constant, _Parts
+from fshard.compiler.artifact import find, save_program
+from fshard.compiler.program import (
+    Program,
+    UnsavableError,
+    _constant,
+    _Parts,
+    digest_of,
+    load_program,
+    with_kernels,
+)
+from fshard.compiler.signature import Signature
 
 
 def dropped(p: Any, tokens: Tensor) -> fshard.Mean:
@@ -330,7 +342,7 @@ def test_another_format(written, tmp_path):
     path = tmp_path / "file"
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("index.json", json.dumps({"format": 99, "programs": []}))
-    assert reason(path, fshard.jit(times), X).endswith("its format was 99, is 1")
+    assert reason(path, fshard.jit(times), X).endswith("its format was 99, is 2")
 
 
 UNSAFE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -625,3 +637,209 @@ def test_writes_and_new_forms_between_collectives(fn: Any, tmp_path: Path) -> No
         torch.testing.assert_close(made[0](sharded, x), fn(x, mesh))
 
     simulated(run, shard=2)
+
+
+# ---- kernels of GPUs
+
+
+class Compiler:
+    """A region's compiler that tells when kernels are submitted and awaited."""
+
+    said: ClassVar[list[str]] = []
+
+    def wait(self, scope: dict[str, Any]) -> None:
+        self.said.append(f"awaits {scope['number']}")
+
+
+REGION = """
+import sys
+Compiler = sys.modules["test_artifact"].Compiler
+async_compile, number = Compiler(), {}
+Compiler.said.append("submits {}")
+def call(args): return [args[0] + number]
+"""
+
+
+def program_of_texts(*texts: str, kernels: dict[str, bytes] | None = None) -> Program:
+    """A program whose driver calls each region with the result of the one before."""
+    calls = "\n".join(f"    x, = region_{number}([x])" for number in range(len(texts)))
+    data = [f"def forward(self, x):\n{calls}\n    return x".encode(), *(text.encode() for text in texts)]
+    driver, *regions = map(digest_of, data)
+    files = {name: digest_of(file) for name, file in (kernels or {}).items()}
+    head = {"driver": driver, "libraries": [], "constants": {}, "kernels": files} | {
+        "regions": [{"text": text, "loops": {}, "aligned": [], "written": []} for text in regions]
+    }
+    return Program(head, {digest_of(file): file for file in (*data, *(kernels or {}).values())})
+
+
+def test_all_kernels_are_submitted_before_one_is_awaited():
+    """Compile workers would have the kernels of one region at a time."""
+    Compiler.said.clear()
+    fn, *_ = load_program(program_of_texts(*map(REGION.format, "12", "12")), [])
+    assert fn(3) == 6
+    assert Compiler.said == ["submits 1", "submits 2", "awaits 1", "awaits 2"]
+
+
+@pytest.fixture
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """A function that gives this process other caches, as another machine has."""
+
+    def of(name: str) -> Path:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / name / "inductor"))
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / name / "triton"))
+        return tmp_path / name
+
+    return of
+
+
+def compiled_kernel(caches: Path, launchers: int = 1) -> CachingAutotuner:
+    """A kernel as it is after its first call, with its files."""
+    chosen, folder = caches / "inductor" / "27" / "abc.best_config", caches / "triton" / "HASH"
+    texts = {"k.cubin": "binary", "k.json": "{}", "k.ptx": "text"}
+    files = {folder / name: text for name, text in texts.items()} | {chosen: '{"XBLOCK": 8}'}
+    files[folder / "__grp__k.json"] = json.dumps({"child_paths": {name: str(folder / name) for name in texts}})
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    kernel = CachingAutotuner.__new__(CachingAutotuner)
+    kernel.launchers = [SimpleNamespace(cache_hash="HASH")] * launchers
+    kernel.triton_meta = {"device": 1}
+    kernel.save_cache_hook = AutotuneCache("", (None, str(chosen))).save
+    return kernel
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def carried(caches: Callable[[str], Path]) -> Program:
+    """A program with the files of one kernel."""
+    scopes = [{"async_compile": None, "k": compiled_kernel(caches("here")), "torch": torch}]
+    return with_kernels(program_of_texts(REGION.format(1, 1)), scopes)
+
+
+def test_kernels_go_into_the_caches_of_another_process(caches):
+    """Triton would compile each configuration of each kernel in each process, and Inductor measure them."""
+    program, there = carried(caches), caches("there")
+    load_program(program, [])
+    folder = there / "triton" / "HASH"
+    listed = {name: str(folder / name) for name in ("k.cubin", "k.json", "k.ptx")}
+    assert files_in(there) == {
+        "inductor/27/abc.best_config": b'{"XBLOCK": 8}',
+        "triton/HASH/k.cubin": b"binary",
+        "triton/HASH/k.json": b"{}",
+        "triton/HASH/__grp__k.json": json.dumps({"child_paths": listed}).encode(),
+    }
+    (folder / "k.cubin").write_bytes(b"own")
+    load_program(program, [])
+    assert (folder / "k.cubin").read_bytes() == b"own", "what is there stays"
+
+
+def test_a_kernel_without_a_choice_is_not_carried(caches):
+    """Another process would take the configuration that was compiled first for the best."""
+    kernel = compiled_kernel(caches("here"), launchers=2)
+    assert with_kernels(program_of_texts(), [{"async_compile": None, "k": kernel}]).head["kernels"] == {}
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("how", ["full", "killed"])
+def test_a_kernel_is_whole_or_not_there(how, number, caches, monkeypatch):
+    """Triton takes a kernel for whole if its list of files is there, and would launch half a binary."""
+    program, there, rename = carried(caches), caches("there"), Path.rename
+    left = iter(range(number))
+
+    def renamed(path: Path, target: Path) -> Path:
+        if next(left, None) is None:
+            raise OSError(28, "No space left on device") if how == "full" else KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    with pytest.raises((OSError, KeyboardInterrupt)):
+        load_program(program, [])
+    whole = {**files_in(there)}
+    monkeypatch.undo()
+    caches("there")
+    assert len([name for name in whole if not name.endswith(".tmp")]) == number
+    assert not any("__grp__" in name for name in whole)
+    load_program(program, [])
+    assert len([name for name in files_in(there) if not name.endswith(".tmp")]) == 4
+
+
+def test_foreign_bytes_of_a_kernel_are_not_loaded(written, tmp_path):
+    """A GPU would run what nobody compiled."""
+    program = find(written, known(fshard.jit(times), X), None)
+    assert isinstance(program, Program)
+    path, data = tmp_path / "step", b"binary"
+    with_one = Program(
+        {**program.head, "kernels": {"0/HASH/k.cubin": digest_of(data)}}, {**program.parts, digest_of(data): data}
+    )
+    save_program(path, known(fshard.jit(times), X), with_one, None)
+    assert find(path, known(fshard.jit(times), X), None) == with_one
+    path.write_bytes(path.read_bytes().replace(data, b"BINARY"))
+    assert "damaged" in reason(path, fshard.jit(times), X)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Graphs are told that they lie on an accelerator; the calls of its allocator."""
+    calls = list[str]()
+    monkeypatch.setattr(Signature, "is_on_accelerator", True)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: calls.append("emptied"))
+    return calls
+
+
+@pytest.mark.parametrize("artifact", [False, True])
+def test_what_autotuning_took_is_given_back_once(artifact, tmp_path, as_on_a_gpu):
+    """Segments for clones of what kernels write to would stay reserved, and nothing else fits into them."""
+    run = fshard.jit(times, artifact=tmp_path / "step" if artifact else None)
+    for x in (X, X, X[:2], X):
+        assert same_bits(run(x), times(x))
+    assert as_on_a_gpu == ["emptied"] * 2
+    compiled = fshard.jit(times).lower(X).compile()
+    assert same_bits([compiled(X), compiled(X)], [times(X)] * 2)
+    assert as_on_a_gpu == ["emptied"] * 3
+
+
+def with_a_choice(program: Program, scopes: Any) -> Program:
+    """A program as it is after kernels were chosen."""
+    data = b"chosen" if scopes else b""
+    kernels = {"27/a.best_config": digest_of(data)} if scopes else {}
+    return Program({**program.head, "kernels": kernels}, {**program.parts, digest_of(data): data})
+
+
+def test_kernels_are_saved_after_the_first_call(tmp_path, caches, monkeypatch, as_on_a_gpu):
+    """Before it nothing is chosen, and the file would have no kernels."""
+    monkeypatch.setattr("fshard.compiler.artifact.with_kernels", with_a_choice)
+    there, path = caches("there"), tmp_path / "step"
+    for name in ("step", "saved"):
+        run = fshard.jit(times, artifact=tmp_path / name)
+        if name == "step":
+            run(X)
+        else:
+            run.lower(X).compile().save(tmp_path / name)
+        assert find(tmp_path / name, known(run, X), None).head["kernels"], name
+    run = fshard.jit(times, artifact=path)
+    assert same_bits(run(X), times(X))
+    assert run.explain() == f"loaded from {path}"
+    assert (there / "inductor/27/a.best_config").read_bytes() == b"chosen"
+
+
+def test_ranks_save_kernels_together(tmp_path, as_on_a_gpu):
+    """A rank would save alone, and wait for others, or take one collective for another."""
+    simulated(both, "adamw", str(tmp_path / "step"))
+    assert len(as_on_a_gpu) == 6
+
+
+def test_kernels_that_cannot_be_saved_cost_no_result(tmp_path, monkeypatch, as_on_a_gpu):
+    """The state of a donated step would be lost, because a disk is full."""
+
+    def full(program: Program, scopes: Any) -> Program:
+        if scopes:
+            raise OSError(28, "No space left on device")
+        return program
+
+    monkeypatch.setattr("fshard.compiler.artifact.with_kernels", full)
+    run = fshard.jit(times, artifact=tmp_path / "step")
+    assert same_bits(run(X), times(X))
+    assert run.explain().splitlines()[1:] == [f"{tmp_path / 'step'} has no kernels: [Errno 28] No space left on device"]
+    assert not reason(tmp_path / "step", fshard.jit(times), X)
