@@ -38,7 +38,7 @@ def in_one_file(settings: Mapping[str, object]) -> Iterator[None]:
 def _collected() -> Iterator[None]:
     # Private API: Inductor has no public hook. Without these names, torch compiles each loop (test_loops.py fails).
     try:
-        from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+        from torch._inductor.async_compile import AsyncCompile
         from torch._inductor.codecache import LambdaFuture
 
         alone, wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
@@ -48,16 +48,20 @@ def _collected() -> Iterator[None]:
     thread, files, waiting = threading.get_ident(), [_File()], list[Callable[[], object]]()
 
     def collected(compiler: AsyncCompile, argtypes: list[str], source: str) -> object:
-        # with one compile thread, torch does not wait for background results
-        if threading.get_ident() != thread or get_compile_threads() <= 1 or _DIRECTIVE.search(source):
+        if threading.get_ident() != thread or _DIRECTIVE.search(source):
             return alone(compiler, argtypes, source)
         if files[-1].loops is not None:
             files.append(_File())
         return LambdaFuture(partial(files[-1].loop, files[-1].add(argtypes, source)))
 
+    def put(compiler: AsyncCompile, scope: dict[str, object]) -> None:
+        # with one compile thread, torch's `wait` leaves the futures in the scope
+        scope.update({name: x.result() for name, x in scope.items() if isinstance(x, LambdaFuture)})
+        wait(compiler, scope)
+
     def at_the_end(compiler: AsyncCompile, scope: dict[str, object]) -> None:
         if threading.get_ident() == thread:
-            waiting.append(partial(wait, compiler, scope))
+            waiting.append(partial(put, compiler, scope))
         else:
             wait(compiler, scope)
 
