@@ -11,10 +11,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from unittest.mock import patch
 
 import torch
 
@@ -23,6 +26,14 @@ Loop = Callable[..., None]
 _ONE_AT_A_TIME = threading.RLock()
 _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b.*$", re.MULTILINE)
 _DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(?!include\b|pragma\b)", re.MULTILINE)
+_INSTRUCTION_OF_FLAG = {
+    "-mavx512vnni": "vpdpbusd %zmm0, %zmm0, %zmm0",
+    "-mavx512bf16": "vcvtne2ps2bf16 %zmm0, %zmm0, %zmm0",
+    "-mamx-tile": "tilezero %tmm0",
+    "-mamx-bf16": "tdpbf16ps %tmm0, %tmm1, %tmm2",
+    "-mamx-int8": "tdpbusd %tmm0, %tmm1, %tmm2",
+    "-mamx-fp16": "tdpfp16ps %tmm0, %tmm1, %tmm2",
+}
 
 
 @contextmanager
@@ -31,14 +42,55 @@ def in_one_file(settings: Mapping[str, object]) -> Iterator[None]:
     from torch._inductor import config
 
     # locked: the block replaces torch's settings and methods in all threads
-    with _ONE_AT_A_TIME, config.patch({**settings}):
+    with _ONE_AT_A_TIME, config.patch({**settings}), _shortened():
         yield from _collected()
+
+
+@contextmanager
+def _shortened() -> Iterator[None]:
+    """In a block, answer two questions of Inductor sooner, with the same answers.
+
+    Inductor asks whether the compiler knows an instruction, and compiles, links and loads a program: 0.5 s. Assembling
+    the instruction takes 0.02 s. Inductor lets sympy simplify indices: 0.01 s each; a polynomial needs no simplifying,
+    because Inductor simplifies the difference of two.
+    """
+    # Private API: without these names, torch answers (test_loops.py).
+    try:
+        from sympy import Expr
+        from torch._inductor import sizevars
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.cpu_vec_isa import VecISA
+
+        tried, simplified = VecISA.check_build, sizevars.simplify_index_in_vec_range
+    except (ImportError, AttributeError):
+        yield
+        return
+
+    def check_build(isa: VecISA, code: str) -> bool:
+        flags = isa.build_arch_flags().split()
+        lines = [line for flag, line in _INSTRUCTION_OF_FLAG.items() if flag in flags and "ATen" not in code]
+        return bool(lines and _assembles(get_cpp_compiler(), flags, lines)) or tried(isa, code)
+
+    def simplify(index: object, var: object, length: int) -> object:
+        known = isinstance(index, Expr) and index.is_polynomial(*index.free_symbols)
+        return index if known else simplified(index, var, length)
+
+    places = (VecISA, "check_build", check_build), (sizevars, "simplify_index_in_vec_range", simplify)
+    with patch.object(*places[0]), patch.object(*places[1]):
+        yield
+
+
+def _assembles(compiler: str, flags: Sequence[str], lines: Sequence[str]) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [compiler, *flags, "-x", "c++", "-c", "-", "-o", f"{folder}/out"]
+        source = f'void f() {{ asm("{"; ".join(lines)}"); }}'
+        return subprocess.run(command, input=source, text=True, capture_output=True, check=False).returncode == 0
 
 
 def _collected() -> Iterator[None]:
     # Private API: Inductor has no public hook. Without these names, torch compiles each loop (test_loops.py fails).
     try:
-        from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+        from torch._inductor.async_compile import AsyncCompile
         from torch._inductor.codecache import LambdaFuture
 
         alone, wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
@@ -48,16 +100,20 @@ def _collected() -> Iterator[None]:
     thread, files, waiting = threading.get_ident(), [_File()], list[Callable[[], object]]()
 
     def collected(compiler: AsyncCompile, argtypes: list[str], source: str) -> object:
-        # with one compile thread, torch does not wait for background results
-        if threading.get_ident() != thread or get_compile_threads() <= 1 or _DIRECTIVE.search(source):
+        if threading.get_ident() != thread or _DIRECTIVE.search(source):
             return alone(compiler, argtypes, source)
         if files[-1].loops is not None:
             files.append(_File())
         return LambdaFuture(partial(files[-1].loop, files[-1].add(argtypes, source)))
 
+    def put(compiler: AsyncCompile, scope: dict[str, object]) -> None:
+        # with one compile thread, torch's `wait` leaves the futures in the scope
+        scope.update({name: x.result() for name, x in scope.items() if isinstance(x, LambdaFuture)})
+        wait(compiler, scope)
+
     def at_the_end(compiler: AsyncCompile, scope: dict[str, object]) -> None:
         if threading.get_ident() == thread:
-            waiting.append(partial(wait, compiler, scope))
+            waiting.append(partial(put, compiler, scope))
         else:
             wait(compiler, scope)
 

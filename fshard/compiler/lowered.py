@@ -58,7 +58,7 @@ _PURPOSE_BY_FIELD = {"opt_state": "optimizer", "params": "parameters"}  # an inp
 # `x + zeros` would become one tensor, and a write to one would change both.
 _INDUCTOR = {"reorder_for_peak_memory": False, "realize_reads_threshold": 0, "joint_graph_constant_folding": False}
 # Every C++20 compiler knows AVX2 and AVX-512, so skip Inductor's test for both: it takes longer than a compilation.
-# Inductor still tests newer instructions (VNNI, bfloat16, AMX).
+# `in_one_file` answers for newer instructions (VNNI, bfloat16, AMX).
 _UNTRIED = {"cpp.vec_isa_ok": True}
 _OF_REGIONS = ("inductor", "aot_eager")  # with these backends, each distinct region is compiled once
 

@@ -1,14 +1,18 @@
 """The loops of a graph in one file."""
 
+import platform
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from support.models import same_bits
-from torch._inductor import config
+from torch._inductor import config, sizevars
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.cpu_vec_isa import VecAMX, VecAVX2, VecAVX512, VecAVX512VNNI, VecISA
+from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 import fshard
 from fshard.compiler import loops, lowered
@@ -19,10 +23,10 @@ TYPES = ["const float*", "float*"]
 DIRECTIVE = "#define ONE 1\n" + PLUS.format("ONE")
 
 
-@pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
-    """A machine with one processor would have nothing to collect."""
-    with config.patch(compile_threads=2):
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compile threads; torch's choice is the number of processors."""
+    with config.patch(compile_threads=request.param):
         yield
 
 
@@ -49,6 +53,7 @@ def results(scope: dict[str, Any]) -> list[float]:
     return out
 
 
+@pytest.mark.usefixtures("threads")
 def test_loops_are_in_one_file() -> None:
     """Each would take a run of g++; or one loop would be called for another."""
     with in_one_file({}):
@@ -58,6 +63,7 @@ def test_loops_are_in_one_file() -> None:
     assert scope["loop0"] is scope["loop2"]
 
 
+@pytest.mark.usefixtures("threads")
 def test_modules_of_one_block() -> None:
     """Each region of a graph would take a run of g++; or a loop that is asked for early would wait for later ones."""
     with in_one_file({}):
@@ -72,13 +78,11 @@ def test_modules_of_one_block() -> None:
 
 
 def test_what_goes_into_no_file_with_others() -> None:
-    """A macro would change the loops after it; with one thread torch asks for no results."""
+    """A macro would change the loops after it."""
     with in_one_file({}):
         scope = built(DIRECTIVE, PLUS.format(7), PLUS.format(8))
     assert results(scope) == [2.0, 8.0, 9.0]
     assert library(scope["loop0"]) != library(scope["loop1"]) == library(scope["loop2"])
-    with config.patch(compile_threads=1), in_one_file({}):
-        assert results(built(PLUS.format(1), PLUS.format(2))) == [2.0, 3.0]
 
 
 def test_a_thread_of_its_own() -> None:
@@ -128,10 +132,104 @@ def test_two_threads_compile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_left_behind() -> None:
     """Other graphs of the process would be compiled by fshard, or with its settings."""
-    before = AsyncCompile.cpp_pybinding, AsyncCompile.wait, config.realize_reads_threshold
+
+    def replaced() -> tuple[object, ...]:
+        methods = AsyncCompile.cpp_pybinding, AsyncCompile.wait, VecISA.check_build
+        return *methods, sizevars.simplify_index_in_vec_range, config.realize_reads_threshold
+
+    before = replaced()
     with pytest.raises(ZeroDivisionError), in_one_file({"realize_reads_threshold": 0}):
-        1 / (AsyncCompile.cpp_pybinding is before[0] or config.realize_reads_threshold)
-    assert (AsyncCompile.cpp_pybinding, AsyncCompile.wait, config.realize_reads_threshold) == before
+        1 / any(x == y for x, y in zip(before, replaced(), strict=True))
+    assert replaced() == before
+
+
+def kind(of: type[VecISA], flag: str = "") -> VecISA:
+    """Instructions of a kind, as torch asks for them: with a flag more for some."""
+    isa = of()
+    isa._arch_flags += flag  # type: ignore[attr-defined]
+    return isa
+
+
+BF16 = (kind(VecAVX512, " -mavx512bf16"), VecAVX512._avx512_bf16_code)
+KINDS = {
+    "bf16": BF16,
+    "vnni": (VecAVX512VNNI(), VecAVX512VNNI._avx512_vnni_code),
+    "amx": (VecAMX(), VecAMX._amx_code),
+    "amx-fp16": (kind(VecAMX, " -mamx-fp16"), VecAMX._amx_fp16_code),
+    "no such flag": (kind(VecAVX512, " -mavx512bf16 -mavx512none"), VecAVX512._avx512_bf16_code),
+}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the instructions are those of x86")
+@pytest.mark.parametrize("name", KINDS)
+def test_instructions_that_the_compiler_knows(name: str) -> None:
+    """Loops would be compiled with a flag that the compiler refuses, or without one that it knows."""
+    isa, code = KINDS[name]
+    expected = isa.check_build(code)
+    with in_one_file({}):
+        assert isa.check_build(code) is expected
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the instructions are those of x86")
+def test_programs_that_torch_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes half a second. Where no instruction answers, torch tries."""
+    tried: list[str] = []
+    monkeypatch.setattr(VecISA, "check_build", lambda _, code: tried.append(code))
+    with in_one_file({}):
+        assert BF16[0].check_build(BF16[1])
+        assert tried == []
+        VecAVX2().check_build("no instruction of its own")
+        kind(VecAVX512, " -mavx512bf16").check_build(VecISA._avx_code)
+        monkeypatch.setitem(loops._INSTRUCTION_OF_FLAG, "-mavx512bf16", "none such")
+        BF16[0].check_build("unknown to the assembler")
+    assert tried == ["no instruction of its own", VecISA._avx_code, "unknown to the assembler"]
+
+
+D0, D1 = sympy.symbols("d0 d1", integer=True, nonnegative=True)
+INDICES = [
+    D0,
+    512 * D0 + D1 + 3,
+    D0 * (D1 + 2) - D0 * D1,
+    16 * FloorDiv(D0, 16) + D1,
+    ModularIndexing(D0, 1, 32) + 4 * D1,
+    sympy.Max(D0, D1),
+    sympy.Symbol("s0") >= 1024,
+]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_strides_of_an_index(index: sympy.Basic, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops would be vectorized along another dimension; or sympy would simplify for 0.01 s what is simple."""
+    asked: list[sympy.Expr] = []
+    simplify = sizevars.simplify_index_in_vec_range
+
+    def recorded(index: sympy.Expr, var: sympy.Expr, length: int) -> sympy.Expr:
+        asked.append(index)
+        return simplify(index, var, length)
+
+    def strides() -> list[sympy.Expr]:
+        sizevars.stride_at_vec_range.cache_clear()
+        return [sizevars.stride_at_vec_range(index, var, 16) for var in (D0, D1)]
+
+    expected = strides()
+    monkeypatch.setattr(sizevars, "simplify_index_in_vec_range", recorded)
+    with in_one_file({}):
+        assert strides() == expected
+    assert asked == ([] if index in INDICES[:3] else [index, index])
+
+
+@pytest.mark.parametrize("name", ["check_build", "simplify_index_in_vec_range"])
+def test_another_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release without the private names could compile nothing."""
+    place: Any = VecISA if hasattr(VecISA, name) else sizevars
+    monkeypatch.delattr(place, name)
+    before = vars(VecISA).get("check_build"), vars(sizevars).get("simplify_index_in_vec_range")
+    with in_one_file({}):
+        assert (vars(VecISA).get("check_build"), vars(sizevars).get("simplify_index_in_vec_range")) == before
+        assert AsyncCompile.cpp_pybinding.__qualname__ != "AsyncCompile.cpp_pybinding"
+    monkeypatch.delattr("torch._inductor.codecache.LambdaFuture")
+    with in_one_file({}):
+        assert AsyncCompile.cpp_pybinding.__qualname__ == "AsyncCompile.cpp_pybinding"
 
 
 def test_the_settings_of_a_graph() -> None:
@@ -158,5 +256,7 @@ def test_the_bits_are_those_of_files_of_their_own(name: str, monkeypatch: pytest
         return fshard.jit(lambda x: (x.exp().sum(0), torch.sort(x.sin(), -1).values.cumsum(1)))(x)
 
     together = run()
+    with config.patch(compile_threads=1):
+        assert same_bits(together, run())
     monkeypatch.setattr(lowered, "in_one_file", config.patch)
     assert same_bits(together, run())
