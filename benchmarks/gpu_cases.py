@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,7 +20,7 @@ from fshard.train.loss_scale import LossScale
 
 CUDA = torch.cuda.is_available()
 INDUCTOR = CUDA and not FAKE  # else nothing is compiled
-DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
+DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if CUDA else torch.device("cpu")
 VOCAB = 128
 Make = Callable[[], Any]
 

@@ -30,7 +30,7 @@ from gpu_cases import (
     trained,
 )
 from gpu_primitives import of_one_rank
-from gpu_rows import FAKE, Rows
+from gpu_rows import FAKE, ROOT, Rows
 from gpu_steps import correct, near, waits
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -42,7 +42,6 @@ from fshard.core.tree import Tree
 from fshard.testing import World, scheduler
 from fshard.testing.world import _SimulatedRanks
 
-ROOT = Path(__file__).resolve().parent.parent
 NO_GPU = "no GPU"
 _LONGEST = 60  # seconds that a rank has for all kinds of steps
 WITHOUT_STUB = ("bits", "tests", "late", "nccl")
@@ -251,7 +250,7 @@ def collectives(rows: Rows, mesh: DeviceMesh) -> None:
 
 def nccl(rows: Rows, mesh: DeviceMesh) -> None:
     """Compare processes with NCCL (gloo without a GPU), several on one GPU, with simulated ranks, to the bit."""
-    for size in (2, 4) if CUDA else (2,):
+    for size in (4, 2) if CUDA else (2,):  # two were seen to be right
         name, ranks = f"{'nccl' if CUDA else 'gloo'} of {size} ranks", []
         with tempfile.TemporaryDirectory() as folder:
             command = [
@@ -287,14 +286,16 @@ def _ended(ranks: Sequence[Any]) -> str:
 
 def main() -> None:
     """Run the part that the arguments name, and end the process."""
-    from gpu_speed import SYSTEMS, artifact, speed, system, without_kernels
+    from gpu_several import several
+    from gpu_speed import OF_PART, SYSTEMS, ceilings, speed, system, without_kernels
 
     part, out, seconds = sys.argv[1:]
-    parts: dict[str, Callable[[Rows, DeviceMesh], None]] = {"correct": correct, "waits": waits, "speed": speed}
+    parts: dict[str, Callable[[Rows, DeviceMesh], None]] = {"ceilings": ceilings, "correct": correct, "waits": waits}
     parts |= {"collectives": collectives, "values": values, "bits": bits, "tests": tests, "late": late, "nccl": nccl}
-    parts["artifact"] = artifact
+    parts |= {"several": several, **dict.fromkeys(OF_PART, speed)}
     parts |= {name: partial(system, name=name) for name in SYSTEMS}
-    rows = Rows("speed" if part in SYSTEMS else part, Path(out), float(seconds))
+    of = {name: part for part, names in OF_PART.items() for name in names}
+    rows = Rows(of.get(part, part), Path(out), float(seconds))
     if FAKE:
         without_kernels()
     if FAKE and part in WITHOUT_STUB:

@@ -103,13 +103,31 @@ def correct(rows: Rows, mesh: DeviceMesh) -> None:
 
         def compared(which: str = which, dtype: torch.dtype = dtype, how: dict[str, Any] = how) -> str:
             got = trained(**{"mesh": mesh, "tx": adamw, "steps": STEPS, "dtype": dtype, **how})
-            far = difference(got, expected[which])
-            said = f"{far:.1e} from plain torch in float64"
-            if not far < MOST[dtype]:  # a NaN is not less
-                raise ValueError(said)
-            return said
+            return _within(MOST[dtype], got, expected[which], "plain torch in float64")
 
         rows.measure(name, compared)
+
+    def again() -> str:
+        return _within(MOST[F64], dropped(mesh, True), dropped(mesh, False), "the step without remat")
+
+    rows.measure("remat without arguments", again)
+
+
+def _within(most: float, got: Tree, expected: Tree, of: str) -> str:
+    said = f"{(far := difference(got, expected)):.1e} from {of}"
+    if not far < most:  # a NaN is not less
+        raise ValueError(said)
+    return said
+
+
+def dropped(mesh: DeviceMesh | Mesh, again: bool) -> Tree:
+    """Train with dropout, computed again in the backward or not. The computed function takes no argument."""
+
+    def fn(p: Tree, tokens: Tensor) -> fshard.Mean:
+        body = lambda: loss(p, tokens, 0.5).total  # noqa: E731
+        return fshard.Mean(fshard.remat(body)() if again else body(), tokens.numel())
+
+    return trained(mesh, adamw, fn=fn, steps=STEPS, dtype=F64)
 
 
 def waits(rows: Rows, mesh: DeviceMesh) -> None:

@@ -15,7 +15,8 @@ import torch
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 # of the parts that are not right without a GPU
-STATES = {"waits": "skipped", "tests": "skipped", "correct": "measured", "speed": "measured"}
+STATES = {"waits": "skipped", "tests": "skipped"}
+STATES |= dict.fromkeys(["ceilings", "correct", "speed", "several", "graphs", "systems"], "measured")
 
 
 def ran(*command: str) -> Any:
@@ -36,9 +37,7 @@ def rows_of(folder: Path) -> list[Any]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make gpu")
-@pytest.mark.parametrize(
-    "part", ["correct", "waits", "collectives", "speed", "values", "bits", "tests", "late", "nccl"]
-)
+@pytest.mark.parametrize("part", re.findall(r'"(\w+)": \d', (BENCHMARKS / "gpu.py").read_text()))
 def test_dry_run(part, tmp_path):
     """Every part runs or is skipped with a reason, and is in the table: otherwise its first run on a GPU would fail."""
     done = ran("gpu.py", "--parts", part, "--out", str(tmp_path))
@@ -103,7 +102,7 @@ assert gpu._refused(ranks["case"], [ranks])  # NCCL did
 assert not gpu._refused(ranks["case"], [{"case": "nccl of 2 ranks, full", "state": "right"}, ranks])  # a rank died
 
 figures = {**dict.fromkeys(["ms", "low", "high", "tokens_per_s", "tflops", "host_alone_ms", "host_in_a_row_ms"], 1.0)}
-figures |= {"ready_s": 1.0, "peak_gib": 1.0, "reserved_gib": 1.0, "retries": 0}
+figures |= {"ready_s": 1.0, "peak_gib": 1.0, "reserved_gib": 1.0, "reserved_again_gib": 1.0, "retries": 0}
 gpu_speed.kernels_of = lambda run, trace: ("none", {})
 for name, loss in ((gpu_speed.FLOOR, 6.0), ("fshard", 6.1), ("fshard, jit", 6.2), ("FSDP2", float("nan"))):
     gpu_speed.measured = lambda build: ({**figures, "losses": [loss]}, None)
@@ -115,7 +114,8 @@ def test_what_is_not_right_is_not_called_right(tmp_path):
     """NaN, another loss than that of the floor, or a rank that died would be in a table without failures."""
     done = ran("-c", NOT_RIGHT, str(tmp_path))
     assert done.returncode == 0, done.stderr
-    states = {row["case"]: row["state"] for row in rows_of(tmp_path) if not row["case"].startswith("kernels")}
+    named = ("kernels", "first step")
+    states = {row["case"]: row["state"] for row in rows_of(tmp_path) if not row["case"].startswith(named)}
     assert list(states.values()) == ["measured", "measured", "failed", "failed"], states
 
 
@@ -123,13 +123,55 @@ def test_a_word_that_is_no_part_is_an_error():
     """A part that is misspelled would be left out after the others have run."""
     done = ran("gpu.py", "--parts", "waits,sped")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "no such part: sped; expected some of correct, waits" in done.stderr
+    assert "no such part: sped; expected some of ceilings, correct" in done.stderr
+
+
+def test_several_gpus_are_measured_first():
+    """A GPU is lent for minutes: what nobody has seen would be left out for time."""
+    done = ran("-c", "import gpu; print(gpu.in_order(8)[:2], gpu.in_order(1) == gpu.in_order(0) == [*gpu.PARTS])")
+    assert done.stdout == "['several', 'ceilings'] True\n", done.stderr
+
+
+NO_SYSTEM = """
+import gpu_several, sys
+from pathlib import Path
+from gpu_rows import Rows
+gpu_several.SYSTEMS = {"nothing": None}
+gpu_several.several(Rows("several", Path(sys.argv[1]), 100), None)
+gpu_several.several(Rows("several", Path(sys.argv[1]), 20), None)
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make gpu")
+def test_ranks_that_fail_are_a_row(tmp_path):
+    """The ranks are processes of torchrun: their error, or a lack of time, would leave no trace in the table."""
+    assert (done := ran("-c", NO_SYSTEM, str(tmp_path))).returncode == 0
+    assert "KeyError: 'nothing'" in done.stderr
+    first, second = rows_of(tmp_path)
+    assert (first["state"], first["what"]) == ("failed", "torchrun ended with 1: gpu.log says why")
+    assert (second["state"], second["what"]) == ("skipped", "left out: no time")
+
+
+CLOCKS = """
+import gpu_speed, torch._inductor.async_compile, torch._inductor.graph, torch._inductor.runtime.triton_heuristics
+from pathlib import Path
+inductor = torch._inductor
+text = "".join(Path(x.__file__).read_text() for x in (
+    inductor.async_compile, inductor.graph, inductor.runtime.triton_heuristics))
+print([clock for clocks in gpu_speed.CLOCKS.values() for clock in clocks if f'"{clock}"' not in text])
+"""
+
+
+def test_torch_has_the_clocks_of_a_first_step():
+    """A clock with another name would be 0, and its time part of the trace."""
+    done = ran("-c", CLOCKS)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
 
 
 def test_gaps_between_kernels():
     """A kernel on another stream that outlasts others would leave a gap where the GPU is busy."""
     done = ran("-c", "import doctest, gpu_speed; print(doctest.testmod(gpu_speed))")
-    assert done.stdout == "TestResults(failed=0, attempted=1)\n", done.stdout + done.stderr
+    assert done.stdout == "TestResults(failed=0, attempted=3)\n", done.stdout + done.stderr
 
 
 SILENT = """
@@ -170,9 +212,58 @@ main()
 def test_a_step_that_is_not_plain_torchs_fails(tmp_path):
     """A rate that is off by a thousandth would pass: the part compares values, and does not only run."""
     assert ran("-c", WRONG, str(tmp_path)).returncode == 0
-    (row,) = rows_of(tmp_path)
-    assert row["state"] == "failed"
+    row, other = rows_of(tmp_path)
+    assert [row["state"], other["state"]] == ["failed", "measured"]
     assert "from plain torch in float64" in row["what"]
+
+
+OTHER_DRAWS = """
+import fshard, gpu_steps, sys, torch
+gpu_steps.CASES, again = {}, fshard.remat
+numbers = iter([0, 1] * 9)
+fshard.remat = lambda fn: again(lambda: (torch.rand(next(numbers)), fn())[1])
+from gpu_parts import main
+sys.argv = ["", "correct", sys.argv[1], "60"]
+main()
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: make gpu")
+def test_other_masks_in_the_backward_fail(tmp_path):
+    """Dropout that is computed again with other numbers gives gradients of another function, and no error."""
+    assert ran("-c", OTHER_DRAWS, str(tmp_path)).returncode == 0
+    (row,) = rows_of(tmp_path)
+    assert (row["case"], row["state"]) == ("remat without arguments", "failed")
+    assert "from the step without remat" in row["what"]
+
+
+PEAKS = """
+import json, sys
+sys.path.insert(0, "../tools/fakegpu")
+import gpu_speed, peaks
+from pathlib import Path
+from types import SimpleNamespace
+assert {*json.loads(peaks.EXPECTED.read_text())} == {*peaks.SYSTEMS} <= {*gpu_speed.SYSTEMS}
+peaks.EXPECTED, peaks.subprocess.run = Path(sys.argv[1]), lambda *_, **__: SimpleNamespace(stdout="[1.5, 2.5]")
+for words in (["fshard"], ["fshard", "FSDP2"], ["FSDP2", "--update"]):
+    sys.argv[1:] = words
+    try:
+        peaks.main()
+    except SystemExit as end:
+        print(end)
+"""
+
+
+def test_another_peak_is_an_error(tmp_path):
+    """A step that needs more memory would pass for as long as nobody reads the numbers."""
+    path = tmp_path / "peaks.json"
+    path.write_text('{"fshard": [1.5, 2.5], "FSDP2": [1.4, 2.5]}')
+    done = ran("-c", PEAKS, str(path))
+    said, other = "[1.5, 2.5] GiB allocated and reserved", "expected [1.4, 2.5]"
+    end = "1 other peaks: write them with --update"
+    first = [f"fshard: {said}"]
+    assert done.stdout.splitlines() == [*first, *first, f"FSDP2: {said}, {other}", end, f"FSDP2: {said}, {other}"]
+    assert json.loads(path.read_text()) == {"fshard": [1.5, 2.5], "FSDP2": [1.5, 2.5]}
 
 
 def test_what_dies_is_a_row(tmp_path):

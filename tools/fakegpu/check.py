@@ -21,6 +21,7 @@ PARTS = {  # what each does, and its time on two free cores
     "processes": "2 to 4 processes, with values between them; 3 minutes",
     "table": "every kind of step on one rank of several, two runs at a time; 3 minutes",
     "compiled": "what Inductor makes of a step; 2 minutes",
+    "peaks": "what systems of `make gpu` allocate and reserve in full size; 30 seconds",
 }
 # without the repository's conftest.py, which needs packages that the CUDA environment does not have
 PYTEST = [
@@ -54,6 +55,7 @@ def ran(part: str, arguments: list[str]) -> bool:
             "processes": ([*PYTEST, "-s", f"{HERE}/test_processes.py", *arguments], None),
             "table": ([f"{HERE}/table.py", *arguments], None),
             "compiled": ([*PYTEST, "-W", "error", f"{HERE}/test_compiled.py", *arguments], alone),
+            "peaks": ([f"{HERE}/peaks.py", *arguments], environment(FAKEGPU_ALONE="1")),
         }
         command, env = commands[part]
         print(f"--- {part}: {PARTS[part]}", flush=True)

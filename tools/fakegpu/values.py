@@ -65,14 +65,19 @@ def drawn_by(generator: torch.Generator) -> torch.Generator:
     return torch.Generator().manual_seed(seed % 2**63)
 
 
+def current() -> torch.Generator:
+    """The generator of the current device."""
+    return torch.cuda.default_generators[torch.cuda.current_device()]
+
+
 def on_the_host(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operator on the twins of its arguments; what it writes to is written."""
     if not {arg.name for arg in func._schema.arguments} >= {"generator"} and SEEDED in func.tags:
         with torch.random.fork_rng(devices=[]):  # an operator that draws from the default generator
-            torch.set_rng_state(drawn_by(torch.cuda.default_generators[0]).get_state())
+            torch.set_rng_state(drawn_by(current()).get_state())
             return func(*pytree.tree_map(twin, args), **pytree.tree_map(twin, kwargs))
     if SEEDED in func.tags and kwargs.get("generator") is None:
-        kwargs = {**kwargs, "generator": torch.cuda.default_generators[0]}
+        kwargs = {**kwargs, "generator": current()}
     args, kwargs = pytree.tree_map(twin, (args, {**kwargs, **dict.fromkeys({"pin_memory"} & {*kwargs}, False)}))
     failures = []
     for some, named in attempts((args, kwargs)):
