@@ -28,7 +28,7 @@ from ..plan.plan import Plan, Slot, check_plain
 from ..sharding.sharded import Sharded, empty_params, leaves_of_unit
 from ..state.dtensors import is_sharded, sharding
 from ..state.names import Rename, renamed
-from ..state.params import check_whole_tree, expect_sharded
+from ..state.params import check_named, expect_sharded, rows_in_order
 from .contents import Contents, add_parts
 from .restoring import PieceRead, reads_of
 
@@ -126,8 +126,8 @@ def save_safetensors(
     unit. Every rank must call this; if one rank has an error, all ranks raise. New files replace an earlier save's
     files when all are whole: after an error, or if the process is killed before, the earlier files are there.
 
-    OSError if rank 0 cannot write (a full disk). ValueError for a subtree of the parameters, duplicate names, dtypes
-    unknown to the format, and buffers without values. Dual: `load_safetensors`.
+    OSError if rank 0 cannot write (a full disk). ValueError for one leaf, duplicate names, dtypes unknown to the
+    format, and buffers without values. Dual: `load_safetensors`.
     """
     expect_sharded("save_safetensors: params", params)
     mesh = params.mesh
@@ -155,12 +155,13 @@ def save_safetensors(
 def _checked(
     dir: str | os.PathLike[str], params: Sharded, buffers: Tree, max_bytes: int
 ) -> tuple[Path, list[list[LeafInFile]], list[tuple[str, Tensor]]]:
-    check_whole_tree("save_safetensors", params)
+    check_named("save_safetensors", params)
     check_whole("save_safetensors: max_bytes", max_bytes, what="a number of bytes")
     folder, beside = check_path("save_safetensors: dir", dir, _FILE_OR_DIRECTORY), _buffers(buffers)
-    names, kinds = params.view.names(), zip(params.view.kinds, params.tensors, strict=True)
+    names, kinds = _first_names(params), zip(params.view.kinds, params.tensors, strict=True)
     dtype_of = {kind: x.dtype for kind, x in kinds}
-    leaves = [(names[slot][0], slot.shape, dtype_of[slot.kind]) for row in _rows(params) for slot in row.leaves]
+    slots = (slot for row in rows_in_order(params) for slot in row.leaves if slot in names)
+    leaves = [(names[slot], slot.shape, dtype_of[slot.kind]) for slot in slots]
     leaves += [(name, tuple(x.shape), x.dtype) for name, x in beside]
     dtypes = ((name, dtype) for name, _, dtype in leaves)
     check_fits("save_safetensors", (name for name, _, _ in leaves), dtypes, [torch.complex128])
@@ -186,9 +187,8 @@ def _put_units(params: Sharded, entries: Mapping[str, FileEntry]) -> Exception |
 
     After an error the gathers go on, because other ranks wait in them.
     """
-    failure, names = None, params.view.names()
-    entry_of = {slot: entries[first] for slot, (first, *_) in names.items()} if entries else {}
-    for row in _rows(params):
+    failure, entry_of = None, {slot: entries[name] for slot, name in _first_names(params).items()} if entries else {}
+    for row in rows_in_order(params):
         failure = _put_unit(params, row, {} if failure else entry_of) or failure
     return failure
 
@@ -205,8 +205,8 @@ def _put_unit(params: Sharded, row: Row[Slot], entry_of: Mapping[Slot, FileEntry
     return None
 
 
-def _rows(params: Sharded) -> list[Row[Slot]]:
-    return [params.view.rows[place] for place in params.plan.rows if place in params.view.rows]
+def _first_names(params: Sharded) -> dict[Slot, str]:
+    return {slot: name for name, slot in reversed(params.view.by_name().items())}
 
 
 def _groups(leaves: Sequence[LeafInFile], max_bytes: int) -> list[list[LeafInFile]]:

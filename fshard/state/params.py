@@ -15,6 +15,7 @@ from ..comm.mesh import AnyMesh, num_ranks, rank_in
 from ..core.arguments import check_flags, check_whole, expect
 from ..core.differences import Form, Wanted, equal_values, name_differences, unfit
 from ..layout.pieces import device_of, pieces
+from ..layout.row import Row
 from ..plan.plan import Slot
 from ..sharding.sharded import Sharded, leaves_of_unit
 from . import dtensors as torch_sharded
@@ -25,12 +26,12 @@ from .names import Rename, renamed
 def state_dict(x: Sharded, rank: int | None = None, dtensors: bool = False) -> dict[str, Tensor]:
     """Return the whole leaves in host memory by their dotted names; one unit at a time is whole on the device.
 
-    - `x`: the parameters of a whole plan
+    - `x`: parameters, or a subtree: names are paths in it
     - `rank`: only this rank of the mesh gets the leaves, other ranks an empty dict
     - `dtensors`: return DTensors on the plan's DeviceMesh, as FSDP2's `model.state_dict()`: `Shard(0)` along the axes
       over which the tree is cut, `Replicate` along the others. Chunks are copies on the shards' device
 
-    Every rank must call this. Tied leaves are one tensor under each of their names. ValueError for a subtree, and for
+    Every rank must call this. Tied leaves are one tensor under each of their names. ValueError for one leaf, and for
     DTensors without a DeviceMesh. Dual: `load_state_dict`.
 
     >>> plan = make_plan({"a": {"w": torch.ones(2)}})
@@ -38,9 +39,9 @@ def state_dict(x: Sharded, rank: int | None = None, dtensors: bool = False) -> d
     {'a.w': tensor([1., 1.])}
     """
     expect_sharded("state_dict: x", x)
-    check_whole_tree("state_dict", x)
+    check_named("state_dict", x)
     check_flags(dtensors=dtensors)
-    plan, mesh = x.plan, x.plan.live_mesh()
+    mesh, names = x.plan.live_mesh(), x.view.by_name()
     if rank is not None:
         check_whole("state_dict: rank", rank, least=0, below=num_ranks(mesh), what="a rank of the plan's mesh")
     if dtensors:
@@ -48,18 +49,22 @@ def state_dict(x: Sharded, rank: int | None = None, dtensors: bool = False) -> d
     on = torch_sharded.device_mesh(mesh, "state_dict: dtensors=True") if dtensors else None
     keeps = rank is None or rank_in(mesh) == rank
     result = dict[Slot, Tensor]()
-    for place in plan.rows:
-        if row := x.view.rows.get(place):
-            with torch.no_grad():
-                leaves = leaves_of_unit(x, *place)
-            for slot, leaf in leaves.items() if keeps else ():
-                if on is None:
-                    result[slot] = leaf.to("cpu", copy=True)
-                else:
-                    device = x.shard(*place).device  # may be host memory
-                    result[slot] = torch_sharded.dtensor_of(leaf.to(device), on, row.rule.over)
-    names = zip(plan.paths, x.view.slots(), strict=True)
-    return {name: result[slot] for name, slot in names if slot in result}
+    for row in rows_in_order(x):
+        with torch.no_grad():
+            leaves = leaves_of_unit(x, row.unit, row.kind)
+        for slot in {*names.values()} & {*leaves} if keeps else ():
+            if on is None:
+                result[slot] = leaves[slot].to("cpu", copy=True)
+            else:
+                device = x.shard(row.unit, row.kind).device  # may be host memory
+                result[slot] = torch_sharded.dtensor_of(leaves[slot].to(device), on, row.rule.over)
+    return {name: result[slot] for name, slot in names.items() if slot in result}
+
+
+def rows_in_order(x: Sharded) -> list[Row[Slot]]:
+    """Return the rows that have leaves of `x`, in the order of use."""
+    rows, mine = x.view.rows, {*x.view.by_name().values()}
+    return [rows[place] for place in x.plan.rows if place in rows and not mine.isdisjoint(rows[place].leaves)]
 
 
 def load_state_dict(
@@ -209,8 +214,16 @@ def expect_sharded(argument: str, x: object) -> None:
     expect(argument, x, isinstance(x, Sharded), "a Sharded", "fshard.shard_params and init_params make them")
 
 
+def check_named(name: str, x: Sharded) -> None:
+    if x.view.spec.is_leaf():
+        raise ValueError(
+            f"{name}: expected a tree, got one leaf, without a name: give {{name: leaf}}, or gather_params"
+        )
+
+
 def check_whole_tree(name: str, x: Sharded) -> None:
     if x.view.spec != x.plan.spec:
         raise ValueError(
-            f"{name}: expected the parameters of a whole plan, got a subtree of {len(x.view.slots())} leaves"
+            f"{name}: expected the parameters of a whole plan, got a subtree of {len(x.view.slots())} leaves: load the "
+            "subtree's own plan (shard_params), and put the result into the whole with .replace"
         )

@@ -721,8 +721,12 @@ def test_wrong_arguments_of_state_dicts():
     params = fshard.init_params(fshard.make_plan(like(), units=["a"]), drawn)
     with pytest.raises(TypeError, match="state_dict: x=an object of type dict: expected a Sharded"):
         fshard.state_dict(like())
-    with pytest.raises(ValueError, match="expected the parameters of a whole plan, got a subtree of 2 leaves"):
-        fshard.state_dict(params["a"])
+    with pytest.raises(
+        ValueError, match="load_state_dict: expected the parameters of a whole plan, got a subtree of 2"
+    ):
+        fshard.load_state_dict(params["a"], {})
+    with pytest.raises(ValueError, match="state_dict: expected a tree, got one leaf, without a name"):
+        fshard.state_dict(params["a"]["w"])
     with pytest.raises(TypeError, match="load_state_dict: mapping"):
         fshard.load_state_dict(params, params)
 
