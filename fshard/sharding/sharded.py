@@ -20,6 +20,7 @@ from ..core.func_levels import depending, differentiates
 from ..core.lazy import Container, Readable
 from ..core.random import HOST
 from ..core.storage import Life, Source
+from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..layout.layout import Layout
 from ..layout.pieces import Parts, Views, packed
@@ -333,13 +334,15 @@ def _check_leaves(leaves: Sequence[Tensor], plan: Plan, src: int | None) -> torc
 def _replaced(x: Sharded, subtrees: Mapping[str, Tree]) -> Sharded:
     tops = {tree.joined(at, path): top for at in subtrees for path, top in tree.paths_to(subtrees[at], Sharded)}
     given = {at: top.view if isinstance(top, Sharded) else top for at, top in tops.items()}
-    names = consensus.together(x.mesh, lambda: check_replaced(x.view, subtrees, given))
-    consensus.check_same(x.mesh, names, "replace: the paths", "Give all ranks the same subtrees")
+    mesh = None if is_tracing() else x.mesh  # `jit` compares the ranks' graphs
+    names = consensus.together(mesh, lambda: check_replaced(x.view, subtrees, given))
+    consensus.check_same(mesh, names, "replace: the paths", "Give all ranks the same subtrees")
     slots, seen = x.view.by_name(), dict[Slot, Tensor]()
     new = Sharded(x.view, [row.detach().clone() for row in x.tensors])
     spans = {new.layout.leaves[span.leaf].path: span for span in new.layout.mine}
     for name, leaf in (pair for top in tops.items() for pair in _leaves_by_unit(*top)):
-        if (slot := slots[name]) in seen and not equal_values(seen[slot].to(leaf), leaf):
+        first = seen.get(slot := slots[name], leaf)
+        if first is not leaf and (is_tracing() or not equal_values(first.to(leaf), leaf)):
             raise ValueError(f"replace: {name!r} is tied with a leaf that has other values: give equal ones")
         seen |= {slot: leaf} if [*slots.values()].count(slot) > 1 else {}
         if span := spans.get(slot.path):
