@@ -1,7 +1,6 @@
 """Gradients in a tensor for each unit, allocated as they come: they train as gradients in one tensor do."""
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -63,8 +62,8 @@ HOW: dict[str, dict[str, Any]] = {
     "micro": {"accumulate": 2},
     "once": {"accumulate": 2, "reduce_once": True, "donate": True},
 }
-CASES = [("none", "full", how) for how in HOW]
-CASES += [("3", s, how) for s, how in product(NARROW, HOW)] + [("2x2", s, "donated") for s in WIRED]
+CASES = [("none", "full", how) for how in HOW] + [("3", *pair) for pair in zip(NARROW, HOW, strict=True)]
+CASES += [("3", "full", "clipped"), *(("2x2", s, "donated") for s in ("wide_state", "wide", "together", "half"))]
 
 
 @pytest.mark.parametrize(("world", "strategy", "how"), CASES)
