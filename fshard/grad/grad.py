@@ -304,7 +304,7 @@ def check_loss(loss_fn: object) -> None:
 def later_grads(params: Sharded, over: Axes, local: bool = False, room: int = 0) -> Rooms:
     """The gradients of a whole tree, cut over `over`; if `local`, on the device. `room` as in `View`."""
     plan, view, device = params.plan, whole_view(params.plan, over, params.trainable.view.kinds), device_of(params)
-    view = replace(view, room=0 if is_tracing() else room)
+    view = replace(view, room=0 if is_tracing() or any(kind.host for kind in plan.kinds) else room)
 
     def empty(kind: int, numel: int) -> Tensor:
         like = torch.empty(0, dtype=plan.kinds[kind].precision.grads, device=device)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fshard
 from fshard import optim
+from fshard.grad.grad import later_grads
 from fshard.plan import plan as planned
 from fshard.sharding.sharded import Sharded, whole_view
 from fshard.testing import simulate
@@ -117,6 +118,18 @@ def test_a_tree_in_rooms_is_the_tree(room: int) -> None:
         assert repr(tree).count("float64[") == len(tree.tensors)
 
     simulated(law, shard=2)
+
+
+def test_leaves_in_host_memory_share_a_tensor() -> None:
+    """The host would wait for the norm of each unit, though no device memory is saved."""
+
+    def law(mesh: Any) -> None:
+        plan = fshard.make_plan(lm_params(), mesh, units=LM_UNITS, offload="blocks.*")
+        params = fshard.shard_params(lm_params(), plan)
+        rooms = later_grads(params, plan.grads_over, room=1)
+        assert len(rooms.whole().tensors) == len(params.trainable.tensors)
+
+    simulated(law)
 
 
 WIDTH, LAYERS = 2048, 6
