@@ -345,7 +345,7 @@ def _of_ours(x: object, seen: _Seen) -> object:
     if not isinstance(home, Plan | Layout) or not (more := _changing(home)):
         return x
     # Compare a plan by identity: == of its arrays gives no bool. A subtree's position stands for its structure.
-    place = x if not isinstance(x, View) else (_Same(home), x.over, x.kinds, x.first, x.spec.num_nodes, x.units)
+    place = x if not isinstance(x, View) else (_Same(home), x.over, x.kinds, x.first, x.spec.num_nodes, x.units, x.room)
     return place, *(_content(y, seen, of_metadata) for y in more)
 
 

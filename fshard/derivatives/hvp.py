@@ -122,7 +122,7 @@ def hvp(loss_fn: Callable[..., Tree]) -> Callable[..., Sharded]:
         into = Gradients(product) if params.plan.axes else Gradients(None, product)
         tape = _Duals(params, v.trainable, into, tree.nodes((args, kwargs), Sharded))
         run_loss(along, params, (args, kwargs), into, tape=tape)
-        return product()
+        return product.whole()
 
     return fn
 

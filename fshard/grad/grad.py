@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple, Protocol
 
@@ -22,13 +23,13 @@ from ..core.scalars import Number, on_device
 from ..core.storage import MemoryRanges
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
-from ..layout.pieces import Unreduced
+from ..layout.pieces import Unreduced, device_of
 from ..plan import ahead
 from ..plan.plan import Plan
 from ..sharding.sharded import Sharded, whole_view
 from . import autograd
 from .tape import Tape
-from .travel import Gradients, settle
+from .travel import Gradients, Rooms, settle
 from .under_way import Gathered
 
 Given = tuple[Sequence[Tree], Mapping[str, Tree]]
@@ -300,23 +301,23 @@ def check_loss(loss_fn: object) -> None:
     check_function("loss_fn", loss_fn, "loss_fn(params, *args, **kwargs)", f"{_OF_MODULE}, and a loss of that.")
 
 
+def later_grads(params: Sharded, over: Axes, local: bool = False, room: int = 0) -> Rooms:
+    """The gradients of a whole tree, cut over `over`; if `local`, on the device. `room` as in `View`."""
+    plan, view, device = params.plan, whole_view(params.plan, over, params.trainable.view.kinds), device_of(params)
+    view = replace(view, room=0 if is_tracing() or any(kind.host for kind in plan.kinds) else room)
+
+    def empty(kind: int, numel: int) -> Tensor:
+        like = torch.empty(0, dtype=plan.kinds[kind].precision.grads, device=device)
+        if plan.kinds[kind].host and not local:
+            return ahead.host_row(numel, like.dtype, device)
+        # the mesh may allocate in shared memory
+        return primitives.buffer(plan.live_mesh(), plan.axis_names, numel, like, lent=False)
+
+    return Rooms(view, device, empty, cache(lambda number: empty(*view.tensors[number])))
+
+
 def empty_grads(params: Sharded, over: Axes, local: bool = False) -> Sharded:
-    """Allocate the gradients of a whole tree, cut over `over`; if `local`, always on the device."""
-    plan, trained, axes = params.plan, params.trainable, params.plan.axis_names
-    view, rows = whole_view(plan, over, trained.view.kinds), []  # (n / W,) for each trainable kind
-    for kind, param_row in zip(trained.view.kinds, trained.tensors, strict=True):
-        dtype, numel, host = plan.kinds[kind].precision.grads, view.numel(kind), plan.kinds[kind].host
-        if host and not local:
-            rows.append(ahead.host_row(numel, dtype, plan.device))
-        else:
-            like = torch.empty(0, dtype=dtype, device=plan.device if host else param_row.device)
-            # the mesh may allocate in shared memory
-            rows.append(primitives.buffer(plan.live_mesh(), axes, numel, like, lent=False))
-    return Sharded(view, rows)
-
-
-def later_grads(params: Sharded, over: Axes, local: bool = False) -> Callable[[], Sharded]:
-    return cache(partial(empty_grads, params, over, local))
+    return later_grads(params, over, local).whole()
 
 
 def check_sharded(params: object) -> Sharded:
@@ -360,7 +361,7 @@ def value_and_grad(
         alone = is_idle(by, plan.axes) or not reduce
         into = Gradients(None, grads) if alone else Gradients(grads, by=by)
         outcome = run_loss(loss_fn, params, (args, kwargs), into, has_aux=has_aux)
-        gradients = grads() if reduce else Unreduced(grads())
+        gradients = grads.whole() if reduce else Unreduced(grads.whole())
         return ((outcome.value, outcome.metrics) if has_aux else outcome.value), gradients
 
     return fn
@@ -447,7 +448,7 @@ def reduce_grads(grads: Unreduced, reduction: str | Reduction | None = None) -> 
 
 
 def reduce_all(local: Sharded, reduced: Sharded, by: Reduction) -> None:
-    plan, into = local.plan, Gradients(lambda: reduced, lambda: local, by=by)
+    plan, into = local.plan, Gradients(_rooms_of(reduced), _rooms_of(local), by=by)
     # every rank must start the same collectives in the same order
     rows = (row for row in local.view.rows.values() if row.numel)
     started = [into.emit(row.unit, row.kind, row.of(local.tensors)) for row in rows]  # (n,) each
@@ -455,3 +456,7 @@ def reduce_all(local: Sharded, reduced: Sharded, by: Reduction) -> None:
         if pending is not None:
             pending.wait()
     settle(plan)
+
+
+def _rooms_of(x: Sharded) -> Rooms:
+    return later_grads(x, x.view.over)._replace(view=x.view, tensor=x.tensors.__getitem__)

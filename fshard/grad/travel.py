@@ -39,7 +39,6 @@ from ..comm.reduction import DEFAULT, Reduction, Sums, TreeSums, Wire, only_read
 from ..core.arguments import shown
 from ..core.storage import address, clear_outside_, cleared_outside, pack_bytes, unpack_bytes
 from ..core.tracing import is_tracing, memo
-from ..layout.pieces import device_of
 from ..layout.row import Row
 from ..layout.rules import COPIES, Rule, arrived, reshard, route
 from ..plan import ahead
@@ -50,7 +49,6 @@ from ..sharding.sharded import Sharded
 
 _LARGE = 1 << 20  # bytes: larger gradients are summed in place, with less memory but one message more
 OnSum: TypeAlias = Callable[[int, int, Tensor], None]  # unit, kind, sum over ranks (n / W,)
-_Rows: TypeAlias = tuple[Mapping[tuple[int, int], Row[Slot]], Sequence[Tensor]]  # rows by unit and kind; tensors
 
 
 def is_buffer(view: View, kind: int, copied: bool) -> bool:
@@ -221,45 +219,51 @@ class _PlainSum(NamedTuple):
     dtype: torch.dtype | None = None  # for sending; None: unchanged
 
 
+class Rooms(NamedTuple):
+    """A tree's memory, allocated at its first use: by then the backward frees activations."""
+
+    view: View
+    device: torch.device
+    empty: Callable[[int, int], Tensor]  # by kind and number of elements
+    tensor: Callable[[int], Tensor]  # the same tensor for the same number
+
+    def of(self, row: Row[Slot]) -> Tensor:
+        return self.tensor(row.tensor)[row.start : row.stop]
+
+    def whole(self) -> Sharded:
+        return Sharded(self.view, [self.tensor(number) for number in range(len(self.view.tensors))])
+
+    def by_plan(self, plan: Plan) -> Rooms:
+        return self._replace(view=replace(self.view, plan=plan, units=(0, len(plan.units))))
+
+
 @dataclass(frozen=True)
 class Gradients:
     """The way back: sums a backward's gradients over ranks, into shards.
 
     Each unit's gradients are written to (`add`: added to) a `reduce_scatter_input`: a row of `local`, or a new tensor.
-    With `reduced` the rows are then summed over ranks into shards of `reduced`.
-
-    `reduced` and `local` allocate at their first call, after the forward: by then the backward frees activations. With
-    `take`, `reduced` has no tensors.
+    With `reduced` the rows are then summed over ranks into shards of `reduced`, or with `take` into new tensors.
     """
 
-    reduced: Callable[[], Sharded] | None
-    local: Callable[[], Sharded] | None = None
+    reduced: Rooms | None
+    local: Rooms | None = None
     add: bool = False
     by: Reduction = DEFAULT
     later: Axes = ()  # `all_reduce_later` sums along these axes
     take: OnSum | None = None  # gets each sum (Note [Updates in a backward] in `in_backward.py`)
-    device: torch.device | None = None  # of sums, with `take`
 
     def by_plan(self, plan: Plan) -> Gradients:
-        others = [x and (lambda x=x: x().by_plan(plan)) for x in (self.reduced, self.local)]
+        others = [x and x.by_plan(plan) for x in (self.reduced, self.local)]
         return replace(self, reduced=others[0], local=others[1])
 
     @memo
-    def _sums(self) -> Sharded:
+    def _sums(self) -> Rooms:
         assert self.reduced is not None
-        return self.reduced()
+        return self.reduced
 
     @memo
-    def _reduced_rows(self) -> _Rows:
-        return self._sums.view.rows, self._sums.tensors
-
-    @memo
-    def _local_rows(self) -> _Rows | None:
-        return None if self.local is None else (self.local().view.rows, self.local().tensors)
-
-    @memo
-    def _device(self) -> torch.device:
-        return self.device or device_of(self._sums)
+    def _rows(self) -> Mapping[tuple[int, int], Row[Slot]]:
+        return self._sums.view.rows
 
     @memo
     def _in_place(self) -> dict[tuple[int, int], Tensor]:
@@ -271,9 +275,9 @@ class Gradients:
         return {kind: self._plain_sum(kind) for kind in self._sums.view.kinds}
 
     def _plain_sum(self, number: int) -> _PlainSum:
-        plan, axes, by = self._sums.plan, self._sums.view.axes(number), self.by
+        plan, axes, by = self._sums.view.plan, self._sums.view.axes(number), self.by
         kind, mesh = plan.kinds[number], plan.live_mesh()
-        like = torch.empty(0, dtype=buffer_dtype(plan, number), device=self._device)
+        like = torch.empty(0, dtype=buffer_dtype(plan, number), device=self._sums.device)
         # the mesh allocates: peers along the first axis of the sum may read a lent buffer
         empty = next((primitives.along(mesh, axis).empty for axis in axes + plan.rest(axes, number)), _unshared)
         general = _PlainSum(empty, like, lent=plan.grad_wire is None and only_reads(by))
@@ -300,7 +304,8 @@ class Gradients:
 
         On one rank a step remains, for a cast or the user's reduction.
         """
-        plan, copies = self._sums.plan, partial(self._sums.plan.rest, kind=kind)  # axes along which ranks have copies
+        # copies(axes): others along which ranks have copies
+        plan, copies = self._sums.view.plan, partial(self._sums.view.plan.rest, kind=kind)
         alone = [axis for axis in plan.axis_names if axis not in (*self.later, plan.kinds[kind].split)]
         along = (*(axis for axis in axes if axis in plan.linked), *copies(axes + self.later)) or tuple(alone[:1])
         new = Rule(axes, copies(plan.rest(self.later)))
@@ -308,10 +313,9 @@ class Gradients:
 
     def buffer(self, unit: int, kind: int) -> Tensor:
         """Allocate a unit's `reduce_scatter_input` (n,), in the memory of its `grad_shard` if possible."""
-        if self._local_rows is not None:
-            rows, tensors = self._local_rows
-            return rows[unit, kind].of(tensors)
-        row, plain = self._reduced_rows[0][unit, kind], self._plain[kind]
+        if self.local is not None:
+            return self.local.of(self.local.view.rows[unit, kind])
+        row, plain = self._rows[unit, kind], self._plain[kind]
         if row.numel < plain.in_place:
             return plain.empty(row.numel, plain.like, plain.lent)
         self._in_place[unit, kind] = grad_shard = self._grad_shard(row)
@@ -334,7 +338,7 @@ class Gradients:
         plain, grad_shard = self._plain[kind], self._in_place.pop((unit, kind), None)
         if plain.ranks is None and grad_shard is reduce_scatter_input:  # nothing to add or cast
             return arrived(reduce_scatter_input)
-        row = self._reduced_rows[0][unit, kind]
+        row = self._rows[unit, kind]
         if grad_shard is None:
             grad_shard = self._grad_shard(row)
         if plain.collective is None:
@@ -350,15 +354,15 @@ class Gradients:
             self.buffer(unit, kind).zero_()
         if self.reduced is None:
             return None
-        row = self._reduced_rows[0][unit, kind]  # no rank read the unit
+        row = self._rows[unit, kind]  # no rank read the unit
         return self._landed(
             row, self._grad_shard(row), lambda reduce_scatter_output: arrived(reduce_scatter_output.zero_())
         )
 
     def all_reduce_later(self, sums: Sharded, later: Axes) -> None:
-        plan, by, started = sums.plan, self.by, list[Pending]()
+        plan, by, device, started = sums.plan, self.by, self._sums.device, list[Pending]()
         for row in (row for row in sums.view.rows.values() if row.numel):
-            x, old = row.of(sums.tensors).to(self._device), Rule(row.rule.over, plan.rest(plan.rest(later), row.kind))
+            x, old = row.of(sums.tensors).to(device), Rule(row.rule.over, plan.rest(plan.rest(later), row.kind))
             start = partial(reshard, x, old, row.rule, plan.live_mesh(), plan.units[row.unit].name, by=by)
             started.append(self._landed(row, self._grad_shard(row), start))
         for pending in started:
@@ -366,8 +370,8 @@ class Gradients:
 
     def _landed(self, row: Row[Slot], grad_shard: Tensor, start: Callable[[Tensor], Pending]) -> Pending:
         """Start a sum on the device; then call the hook `after`, then copy to host memory."""
-        plan, is_host = self._sums.plan, self._sums.plan.kinds[row.kind].host
-        reduce_scatter_output = ahead.landing(grad_shard, self._device) if is_host else grad_shard
+        plan, is_host = self._sums.view.plan, self._sums.view.plan.kinds[row.kind].host
+        reduce_scatter_output = ahead.landing(grad_shard, self._sums.device) if is_host else grad_shard
         pending = start(reduce_scatter_output)
         if not self.later and (after := getattr(self.by, "after", None)) is not None:
             pending = pending.then(partial(self._hooked, after, row, reduce_scatter_output))
@@ -376,7 +380,7 @@ class Gradients:
     def _hooked(
         self, after: Callable[..., object], row: Row[Slot], reduce_scatter_output: Tensor, total: Tensor
     ) -> Tensor:
-        result = after(total, self._sums.plan.units[row.unit].name)
+        result = after(total, self._sums.view.plan.units[row.unit].name)
         if not isinstance(result, Tensor) or result.shape != total.shape:
             raise TypeError(
                 f"{self.by}: after: expected the sum to go on with, of shape {list(total.shape)}, got {shown(result)}"
@@ -384,7 +388,7 @@ class Gradients:
         return self._unpadded(row, reduce_scatter_output.copy_(result))
 
     def _general(self, row: Row[Slot], reduce_scatter_input: Tensor, reduce_scatter_output: Tensor) -> Pending:
-        plan, (old, new, along) = self._sums.plan, self._route(row.kind, row.rule.over)
+        plan, (old, new, along) = self._sums.view.plan, self._route(row.kind, row.rule.over)
         if plan.grad_wire is not None and along and reduce_scatter_input.is_floating_point():
             pending = self._sum_encoded(plan.grad_wire, row, reduce_scatter_input, new, along, reduce_scatter_output)
             return pending.then(partial(self._unpadded, row))
@@ -401,7 +405,7 @@ class Gradients:
     def _sum_encoded(
         self, wire: Wire, row: Row[Slot], reduce_scatter_input: Tensor, new: Rule, along: Axes, out: Tensor
     ) -> Pending:
-        plan, axes = self._sums.plan, new.over
+        plan, axes = self._sums.view.plan, new.over
         mesh, name, copies = plan.live_mesh(), plan.units[row.unit].name, partial(plan.rest, kind=row.kind)
         # encode along the first cut axis with several ranks, else along the longest axis
         longest = max(axes or along, key=dict(plan.axes).__getitem__)
@@ -419,15 +423,11 @@ class Gradients:
         return added.then(lambda total: reshard(total, old, new, mesh, name, out, by=self.by))
 
     def _grad_shard(self, row: Row[Slot]) -> Tensor:
-        if tensors := self._reduced_rows[1]:
-            return row.of(tensors)
-        plan = self._sums.plan
-        like = torch.empty(0, dtype=plan.kinds[row.kind].precision.grads, device=self._device)
-        return primitives.buffer(plan.live_mesh(), plan.axis_names, row.length, like, lent=False)
+        return self._sums.of(row) if self.take is None else self._sums.empty(row.kind, row.length)
 
     def _unpadded(self, row: Row[Slot], total: Tensor) -> Tensor:
         """Zero a shard's padding: unscaling would take a NaN from a wire or hook for overflow."""
-        return clear_outside_(total, row.filled(row.number(self._sums.plan.live_mesh())))
+        return clear_outside_(total, row.filled(row.number(self._sums.view.plan.live_mesh())))
 
 
 def buffer_dtype(plan: Plan, kind: int) -> torch.dtype:

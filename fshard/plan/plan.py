@@ -46,7 +46,7 @@ from .units import ENDS, ROOT, repeated_siblings
 
 _ALIGN_SHARDS = 16  # bytes
 _BUCKET = 1 << 20  # bytes; smaller units cost time for messages, not for bytes
-_SMALL_GRADIENTS = 16 << 20  # joined units hold gradients longer in memory: only up to these bytes
+SMALL_GRADIENTS = 16 << 20  # bytes of neighbouring units, whose gradients may be in memory at once
 _MANY = 8  # saved messages worth advice
 
 Shares = Mapping[str, tuple[Axes, Sequence[int]]]
@@ -215,7 +215,7 @@ class Plan:
         """
         if self.gather or self.param_wire or self.grad_wire or self.num_ranks(self.axis_names) > 1:
             return None
-        if sum(self.ahead.sizes) > _SMALL_GRADIENTS:
+        if sum(self.ahead.sizes) > SMALL_GRADIENTS:
             return None
         casts = any(kind.host or len({*vars(kind.precision).values()}) > 1 for kind in self.kinds)
         return None if casts else self.join(_BUCKET)

@@ -9,7 +9,7 @@ Note [Computed once]
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
 from typing import NamedTuple, TypeAlias
 
@@ -25,6 +25,9 @@ from ..layout.rules import COPIES, Rule
 from ..plan.plan import Plan, Slot
 from ..plan.units import ENDS, LAST
 
+# rows by unit and kind; by tensor, its kind and number of elements
+Placed: TypeAlias = tuple[dict[tuple[int, int], Row[Slot]], list[tuple[int, int]]]
+
 
 @tree.register_constant
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class View:
     spec: tree.Spec
     first: int  # number of the subtree's first leaf in the whole tree
     units: tuple[int, int]  # the subtree's first unit, and one past its last
+    room: int = 0  # bytes of gradients for which units share a tensor; 0: all units of a kind share one
 
     def __repr__(self) -> str:  # in optree's errors of trees that differ
         plan = self.plan
@@ -69,23 +73,34 @@ class View:
     @property
     def rows(self) -> dict[tuple[int, int], Row[Slot]]:
         """The rows by unit and kind, with their positions in this view's tensors."""
-        known, key = self.plan.derived.rows, (self.over, self.kinds, self.units)
-        if key not in known:
-            known[key] = self._rows()
-        rows: dict[tuple[int, int], Row[Slot]] = known[key]
-        return rows
+        return self._places[0]
 
-    def _rows(self) -> dict[tuple[int, int], Row[Slot]]:
+    @property
+    def tensors(self) -> list[tuple[int, int]]:
+        """The kind and the number of elements of each tensor."""
+        return self._places[1]
+
+    @property
+    def _places(self) -> Placed:
+        known: dict[Hashable, Placed] = self.plan.derived.rows
+        if (key := (self.over, self.kinds, self.units, self.room)) not in known:
+            known[key] = self._placed()
+        return known[key]
+
+    def _placed(self) -> Placed:
         plan, sizes, rows = self.plan, dict(self.plan.axes), dict[tuple[int, int], Row[Slot]]()
-        ends = [0] * len(self.kinds)  # by tensor, where its next row begins
-        for unit, (tensor, kind) in product(range(*self.units), enumerate(self.kinds)):
+        last = {kind: number for number, kind in enumerate(self.kinds)}  # the tensor of a kind's last row
+        tensors = {number: (kind, 0) for kind, number in last.items()}
+        for unit, kind in product(range(*self.units), self.kinds):
             if row := plan.rows.get((unit, kind)):
-                rows[unit, kind] = row.at(plan.rule(kind, self.over), sizes, tensor, ends[tensor])
-                ends[tensor] = rows[unit, kind].stop
-        return rows
+                row = row.at(plan.rule(kind, self.over), sizes, last[kind], tensors[last[kind]][1])
+                if self.room and row.start and row.stop * plan.kinds[kind].precision.grads.itemsize > self.room:
+                    last[kind], row = len(tensors), replace(row, tensor=len(tensors), start=0)
+                rows[unit, kind], tensors[row.tensor] = row, (kind, row.stop)
+        return rows, [*tensors.values()]
 
     def numel(self, kind: int) -> int:
-        return next((row.stop for row in reversed(self.rows.values()) if row.kind == kind), 0)
+        return sum(numel for of, numel in self.tensors if of == kind)
 
     def of_kind(self, kind: int) -> list[Row[Slot]]:
         return [row for row in self.rows.values() if row.kind == kind]
@@ -101,7 +116,7 @@ class View:
     def _key(self) -> tuple[Hashable, ...]:
         """Everything the layout depends on, but no plan: plan and layout would form a cycle."""
         plan = self.plan
-        return plan.fingerprint, plan.axes, self.over, self.kinds, self.spec, self.first, self.units
+        return plan.fingerprint, plan.axes, self.over, self.kinds, self.spec, self.first, self.units, self.room
 
     def _layout(self) -> Layout:
         plan, numbers = self.plan, self.plan.leaves[self.first : self.first + self.spec.num_leaves]

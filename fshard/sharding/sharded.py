@@ -57,6 +57,10 @@ class Sharded(Parts, Readable):
         self._life.check(type(self).__name__, "tensors")
         return self._tensors
 
+    def by_kind(self) -> list[tuple[int, Tensor]]:
+        """The leaves, each with its kind."""
+        return [(kind, x) for (kind, _), x in zip(self.view.tensors, self.tensors, strict=True)]
+
     @property
     def key(self) -> View:
         """The view: two `Sharded` with equal views can be combined."""
@@ -136,8 +140,7 @@ class Sharded(Parts, Readable):
 
     def updated(self, new: Sharded) -> Sharded:
         """Return this tree, with the tensors of `new` for the kinds of `new`."""
-        by_kind = dict(zip(self.view.kinds, self.tensors, strict=True))
-        by_kind |= dict(zip(new.view.kinds, new.tensors, strict=True))
+        by_kind = dict([*self.by_kind(), *new.by_kind()])
         return Sharded(self.view, [by_kind[k] for k in self.view.kinds])
 
     def shard(self, unit: int, kind: int) -> Tensor:
@@ -189,9 +192,8 @@ class Sharded(Parts, Readable):
 
     def picture(self) -> Picture:
         """The ranks and their parts of this tree, as `fshard.show` shows it."""
-        sizes = [0] * len(self.plan.kinds)
-        for kind, x in zip(self.view.kinds, self.tensors, strict=True):
-            sizes[kind] = x.itemsize
+        itemsize = {kind: x.itemsize for kind, x in self.by_kind()}
+        sizes = [itemsize.get(kind, 0) for kind in range(len(self.plan.kinds))]
         over = f"over {','.join(self.view.over)}" if self.view.over else "whole on every rank"
         lines = self.plan.lines({"of a rank": (self.view.over, sizes)}, range(*self.view.units))
         lines = [line for line in lines if line.shares]
@@ -201,11 +203,9 @@ class Sharded(Parts, Readable):
         return self.picture()._repr_html_()
 
     def __repr__(self) -> str:
-        tensors = ", ".join(
-            f"{self.plan.kinds[k]}{list(getattr(x, 'shape', ['?']))}"  # `x` may be no tensor while a tree is mapped
-            for k, x in zip(self.view.kinds, self.tensors, strict=True)
-        )
-        return f"Sharded({self.view.spec.num_leaves} leaves over {self.view.over or 'no axis'}: {tensors})"
+        # `x` may be no tensor while a tree is mapped
+        tensors = (f"{self.plan.kinds[k]}{list(getattr(x, 'shape', ['?']))}" for k, x in self.by_kind())
+        return f"Sharded({self.view.spec.num_leaves} leaves over {self.view.over or 'no axis'}: {', '.join(tensors)})"
 
 
 def _flatten(x: Sharded) -> tuple[tuple[Tensor, ...], View | Source]:
@@ -431,12 +431,13 @@ def refine(x: Sharded, over: Axes) -> Sharded | Views[View]:
 
     A unit's new shard lies inside its old shard, so new shards are not adjacent in a tensor.
     """
-    view = replace(x.view, over=over)
+    view = replace(x.view, over=over, room=0)
     if view == x.view:
         return x
     plan, further = x.plan, over[len(x.view.over) :]
     if plan.num_ranks(further) == 1:
-        return Sharded(view, x.tensors, x._life)
+        runs = [[tensor for of, tensor in x.by_kind() if of == kind] for kind in view.kinds]
+        return Views(Sharded, view, runs) if x.view.room else Sharded(view, x.tensors, x._life)
     if differentiates(x):  # ranks' copies of one value become parts with different derivatives
         x = _of_one("vary", x, further)
     # by kind, the views of all units, (n / W,) each, W the number of ranks along `over`
@@ -486,7 +487,7 @@ def coarsen(x: Sharded | Views[View], over: Axes, into: Sharded | None = None) -
 
 def _of_one(way: str, x: Sharded, axes: Axes) -> Sharded:
     tensors = list(x.tensors)
-    for number, kind in enumerate(x.view.kinds):
+    for number, (kind, _) in enumerate(x.by_kind()):
         for axis in x.plan.rule(kind, axes).over:
             tensors[number] = collectives.of_one(way, tensors[number], x.plan.live_mesh(), axis, label="parameters")
     return Sharded(x.view, tensors)
@@ -496,8 +497,7 @@ def _summed(x: Sharded | Views[View], view: View, further: Axes) -> Sharded:
     """Differentiable `coarsen`: each rank writes its shards into zeros, and ranks sum these tensors."""
     shards, plan = shards_of(x), view.plan
     like = {kind: shard for (_, kind), shard in shards.items()}
-    zeros = [torch.zeros_like(room(view, kind, like[kind])) for kind in view.kinds]
-    into = Sharded(view, [depending(x, [*shards.values()]) for x in zeros])
+    into = Sharded(view, [depending(torch.zeros_like(room(view, k, like[k])), [*shards.values()]) for k in view.kinds])
     for (unit, kind), shard in shards.items():
         plan.shard_of(into.shard(unit, kind), kind, further).copy_(shard)
     return _of_one("total", into, further)

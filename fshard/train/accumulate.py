@@ -25,7 +25,7 @@ from ..core.storage import value_bytes, writes
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..grad.grad import later_grads, run_loss
-from ..grad.travel import Gradients, settle
+from ..grad.travel import Gradients, Rooms, settle
 from ..grad.under_way import Gathered
 from ..layout.pieces import device_of
 from ..plan.partitions import axes_of
@@ -35,13 +35,13 @@ from ..update.transforms import Labels
 from .loss_scale import NoLossScale
 
 T = TypeVar("T")
-Later = Callable[[], Sharded]  # makes a tree at the first call, and returns it
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The arguments of `train_step`, and four values of one step.
+    """The arguments of `train_step`, and values of one step.
 
+    - `room`: as in `View`.
     - `built`: the arguments as text, with the state's step and seed.
     - `stamp`: a number made of step and seed (Note [Built alike] in `describe.py`).
     - `gathered`: with `keep_gathered`, gathered units until the last micro-batch ends; else None.
@@ -57,6 +57,7 @@ class Recipe:
     clip_norm: float | None
     skip_labels: Labels
     donate: bool
+    room: int
     built: str
     stamp: Number
     gathered: Gathered | None
@@ -85,22 +86,22 @@ def gradients_of_micro_batches(recipe: Recipe, state: Tree, batch: Tree, args: S
         # the first micro-batch's divisor for all: later counts are not known yet
         return outcome.divisor if num == 1 else (outcomes or [outcome])[0].shared(num)
 
-    grads = later_grads(params, plan.grads_over)
+    grads = later_grads(params, plan.grads_over, room=recipe.room)
     reduced_last = _reduced_last(recipe.reduce_once, plan)
-    sums = later_grads(params, plan.grads_over) if reduced_last else grads
+    sums = later_grads(params, plan.grads_over, room=recipe.room) if reduced_last else grads
     destinations = _destinations(sums, params, recipe, reduced_last)
     runs = run_each(recipe, state, micro_batches, args, destinations, rank, divisor, whole=num == 1)
     for outcome, into in runs:
         outcomes.append(outcome)
         if into.reduced is not None and into.reduced is not sums:
-            tree.map(lambda total, more: total.add_(more), sums(), into.reduced())
+            tree.map(lambda total, more: total.add_(more), sums.whole(), into.reduced.whole())
     if reduced_last:
-        Gradients(grads, by=recipe.by).all_reduce_later(sums(), reduced_last)
+        Gradients(grads, by=recipe.by).all_reduce_later(sums.whole(), reduced_last)
         settle(plan)
     outcome = joined_outcomes(outcomes)
     if num == 1:
-        return StepGradients(grads(), replace(outcome, aux=outcome.aux[0], several=False), None)
-    return StepGradients(grads(), outcome, outcomes[0].shared(num) / outcome.divisor)
+        return StepGradients(grads.whole(), replace(outcome, aux=outcome.aux[0], several=False), None)
+    return StepGradients(grads.whole(), outcome, outcomes[0].shared(num) / outcome.divisor)
 
 
 def run_each(
@@ -219,18 +220,18 @@ def _reduced_last(reduce_once: bool | str | tuple[str, ...], plan: Plan) -> Axes
     return tuple(axes) if plan.axes else ()
 
 
-def _destinations(sums: Later, params: Sharded, recipe: Recipe, reduced_last: Axes) -> Iterator[Gradients]:
+def _destinations(sums: Rooms, params: Sharded, recipe: Recipe, reduced_last: Axes) -> Iterator[Gradients]:
     over, num, by = params.plan.grads_over, recipe.accumulate, recipe.by
     if is_idle(by, params.plan.axes):  # one device: every backward adds to one buffer
         yield from (Gradients(None, sums, add=number > 0) for number in range(num))
     elif recipe.reduce_once and not reduced_last:
-        yield from summed_locally(sums, later_grads(params, (), local=True), num, by)
+        yield from summed_locally(sums, later_grads(params, (), local=True, room=recipe.room), num, by)
     else:
-        buffers = (sums if number == 0 else later_grads(params, over) for number in range(num))
+        buffers = (sums if number == 0 else later_grads(params, over, room=recipe.room) for number in range(num))
         yield from (Gradients(reduced, by=by, later=reduced_last) for reduced in buffers)
 
 
-def summed_locally(reduced: Later | None, local: Later, num: int, by: Reduction) -> Iterator[Gradients]:
+def summed_locally(reduced: Rooms | None, local: Rooms, num: int, by: Reduction) -> Iterator[Gradients]:
     """Add whole gradients to `local`; reduce them with the last micro-batch."""
     return (Gradients(reduced if number == num - 1 else None, local, number > 0, by) for number in range(num))
 

@@ -36,14 +36,14 @@ from ..core.random import UPDATE, Seeds
 from ..core.scalars import beside, wide
 from ..core.tracing import assigned
 from ..core.tree import Tree
-from ..grad.grad import apart
+from ..grad.grad import apart, later_grads
 from ..grad.travel import Gradients, OnSum
 from ..layout.layout import Layout
 from ..layout.norms import square_sum
 from ..layout.pieces import device_of
 from ..layout.rules import reshard
 from ..sharding.schedule import View
-from ..sharding.sharded import Sharded, in_new_containers, refine, shards_of, whole_view
+from ..sharding.sharded import Sharded, in_new_containers, refine, shards_of
 from ..update.base import FoundInf, Label, Transform, clip_factor
 from ..update.elementwise import update_part
 from ..update.transforms import LabelState, flags_of
@@ -147,9 +147,7 @@ def _check_can_begin(state: Tree) -> None:
 
 def _run_backward(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree], take: OnSum) -> Outcome:
     """`take` gets the summed gradients of each unit and kind, (n / W_grads,)."""
-    plan = state.params.plan
-    sums = Sharded(whole_view(plan, plan.grads_over, state.params.trainable.view.kinds), [])
-    into = Gradients(lambda: sums, by=recipe.by, take=take, device=device_of(state.params))
+    into = Gradients(later_grads(state.params, state.params.plan.grads_over), by=recipe.by, take=take)
     rank = rank_of(state.params)
     ((outcome, _),) = run_each(recipe, state, [batch], args, [into], rank, lambda x: x.divisor, whole=True)
     return outcome

@@ -65,12 +65,12 @@ def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence
         # `alone`: `_over_ranks` sums the outcomes
         runs = run_each(recipe, state, micro_batches, args, destinations, stream, divisor, alone=True, whole=num == 1)
         outcomes.append(joined_outcomes([outcome for outcome, _ in runs]))
-        _add_to_counter(counter, number, local())
+        _add_to_counter(counter, number, local.whole())
     if len(slices) > 1:
-        reduce_all(counter[0], grads(), TREE)
+        reduce_all(counter[0], grads.whole(), TREE)
     outcome = _over_ranks(outcomes, plan)
     torch._assert_async(outcome.sums()[-1], f"{NO_GRADIENT}, in no slice")  # private: no public name
-    return StepGradients(grads(), outcome, first[0].shared(num) / outcome.divisor)
+    return StepGradients(grads.whole(), outcome, first[0].shared(num) / outcome.divisor)
 
 
 def _cut_slices(batch: Tree, recipe: Recipe, params: Sharded) -> list[list[Tree]]:

@@ -27,6 +27,7 @@ from ..layout.norms import global_norm
 from ..layout.pieces import Views, device_of, map_parts
 from ..plan import ahead
 from ..plan.owners import Picture, size
+from ..plan.plan import SMALL_GRADIENTS
 from ..sharding.sharded import Sharded, coarsen, in_new_containers, refine
 from ..update.base import FoundInf, Transform, TransformLike, any_found, as_transform, clip_factor
 from ..update.kernels import where
@@ -288,6 +289,8 @@ def train_step(
     # fused kernels round a tensor's last elements differently; a shard's last ones depend on the number of ranks
     if isinstance(by, TreeSums):
         transform = _unfused(transform)
+    # others join all gradients
+    room = SMALL_GRADIENTS if transform.views and is_by_elements(transform) else 0
 
     def run(state: TrainState, /, batch: Tree, *args: Tree, **kwargs: Tree) -> Result:
         params = check_sharded(state.params)
@@ -299,13 +302,8 @@ def train_step(
             _check_unshared((params.trainable, state.opt_state), batch, args, kwargs)
         # `compiler/captures.py` finds the loss function only if `run` reads it
         at, stamp = stamp_of(state.step, state.rng, device_of(params))
-        recipe = Recipe(
-            *(loss_fn, accumulate, by, reduce_once, has_aux, with_extra, clip_norm, skip_labels, in_place),
-            built + at,
-            stamp,
-            {} if keep_gathered else None,
-            kwargs,
-        )
+        given = loss_fn, accumulate, by, reduce_once, has_aux, with_extra, clip_norm, skip_labels, in_place, room
+        recipe = Recipe(*given, built + at, stamp, {} if keep_gathered else None, kwargs)
         make = step_in_backward if in_backward and in_place else _step_after_backward
         new_state, outcome, norm, found_inf = make(recipe, transform, state, batch, args)
         metrics: dict[str, Tree] = {"loss": outcome.value, "grad_norm": norm, "found_inf": found_inf}
@@ -419,7 +417,7 @@ def _updated_shards(
     """Update this rank's shards; with `donate`, in place."""
     plan, trained = state.params.plan, state.params.trainable
     # gradients have the policy's dtype `grads`, maybe not that of parameters
-    grads = Sharded(grads.view, [g.to(p.dtype) for g, p in zip(grads.tensors, trained.tensors, strict=True)])
+    grads = Sharded(grads.view, [g.to(plan.kinds[kind].dtype) for kind, g in grads.by_kind()])
     # views of the shards: (n / W_params,) -> (n / W_state,)
     fine, params = (refine(x, plan.state_over) for x in (grads, trained))
     updated, new_state = tx.step(fine, state.opt_state, params, skip, donate, own_grads=True, exact_norms=exact)
