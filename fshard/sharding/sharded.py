@@ -301,10 +301,8 @@ def _placed_leaves(params: Tree, plan: Plan) -> list[Tensor]:
         first = placed.setdefault(number, leaf)
         same = isinstance(first, Tensor) and isinstance(leaf, Tensor) and memory_key(first) == memory_key(leaf)
         if first is not leaf and not same:
-            raise ValueError(
-                f"leaf {path!r}: expected the very tensor of {plan.slots[number].path!r}, as in the plan, got another "
-                "one. Tie them again, or make the plan from this tree."
-            )
+            very = f"expected the very tensor of {plan.slots[number].path!r}, as in the plan, got another one"
+            raise ValueError(f"leaf {path!r}: {very}. Tie them again, or make the plan from this tree.")
     return [placed[n] for n in range(len(plan.slots))]
 
 
@@ -316,11 +314,9 @@ def _check_leaves(leaves: Sequence[Tensor], plan: Plan, src: int | None) -> torc
         cast = plan.policy.stores and isinstance(leaf, Tensor) and leaf.is_floating_point()
         dtype = kind.dtype if cast and kind.dtype.is_floating_point else getattr(leaf, "dtype", None)
         if not isinstance(leaf, Tensor) or (tuple(leaf.shape), dtype) != (slot.shape, kind.dtype):
-            raise ValueError(
-                f"leaf {slot.path!r}: expected {kind.dtype} {list(slot.shape)}, got "
-                + (f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__)
-                + ". Make the plan from this tree, or convert the leaf."
-            )
+            got = f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
+            remedy = "Make the plan from this tree, or convert the leaf."
+            raise ValueError(f"leaf {slot.path!r}: expected {kind.dtype} {list(slot.shape)}, got {got}. {remedy}")
         if is_source and leaf.device not in (device, HOST if kind.host else device):
             raise ValueError(
                 f"leaf {slot.path!r}: expected a tensor on {device}, where the mesh is, got one on {leaf.device}. "
