@@ -128,8 +128,8 @@ def _node_runs(graph: fx.Graph) -> list[list[fx.Node]]:
     runs: list[list[fx.Node]] = []
     run_of: dict[fx.Node, list[fx.Node]] = {}
     run: list[fx.Node] = []
-    unread = {storage for node in graph.nodes if is_call(node, "fshard.parts") for storage in storages_of(node)}
-    reader = graph.output_node()  # the last first reader of a part
+    unread = {storage: x.meta["unit"] for x in graph.nodes if "unit" in x.meta for storage in storages_of(x)}
+    reader, last = graph.output_node(), set[str]()  # last first reader of a part, and its units
     for node in graph.nodes:
         if _is_view(node) or _is_memory(node):
             continue
@@ -137,11 +137,12 @@ def _node_runs(graph: fx.Graph) -> list[list[fx.Node]]:
             run_of[node] = run_of[node.args[0]]
             run_of[node].append(node)
         elif _is_computed(node):
-            if parts := unread.intersection(storage for x in node.all_input_nodes for storage in storages_of(x)):
-                if run_of.get(reader) is run:
+            read = {storage for x in node.all_input_nodes for storage in storages_of(x)}
+            if units := {unread.pop(storage) for storage in read if storage in unread}:
+                if run_of.get(reader) is run and units != last:
                     runs.append(run)
                     run = []
-                unread, reader = unread - parts, node
+                reader, last = node, units
             run.append(node)
             run_of[node] = run
         else:

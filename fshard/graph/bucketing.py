@@ -153,6 +153,7 @@ def _merge_gathers(graph: fx.Graph, group: Sequence[_FlatCollective], order: dic
         parts = [call(graph, python.getitem, copies, i) for i in range(len(group))]
     order |= dict.fromkeys(parts, order[wait])
     for collective, part in zip(group, parts, strict=True):
+        part.meta["unit"] = arguments(collective.start)["label"]
         for old in collective.results:
             old.replace_all_uses_with(part)
     return [x for collective in group for x in (collective.wait, *collective.start.users, collective.start)]

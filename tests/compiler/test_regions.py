@@ -107,6 +107,17 @@ def test_compiling_does_not_grow_with_depth(plan: str, called: str, how: dict[st
     assert len(many) > len(few)
 
 
+def test_parts_of_one_unit_are_read_in_one_region() -> None:
+    """A unit with frozen leaves has two merged gathers: a product and the sum after it would be compiled apart."""
+
+    def job(mesh: Any, plan: str) -> int:
+        step, state = started(mesh, 3, plan, "plain")
+        return sum(isinstance(part, Region) for part in parts_of(step, state, batch(mesh.get_rank())))
+
+    plain, frozen = (simulated(job, plan) for plan in ("full", "frozen"))
+    assert plain == frozen
+
+
 @settings(max_examples=2, deadline=None)
 @given(
     *(st.sampled_from([*rows]) for rows in (PLANS, BLOCKS, OPTIMIZERS, WAYS)),
