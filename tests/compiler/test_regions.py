@@ -107,6 +107,18 @@ def test_compiling_does_not_grow_with_depth(plan: str, called: str, how: dict[st
     assert len(many) > len(few)
 
 
+def test_merged_units_are_compiled_once() -> None:
+    """A region would have all units of a merged gather, and take longer to compile with each."""
+
+    def job(mesh: Any, layers: int) -> int:
+        step, state = started(mesh, layers, "full", "plain")
+        parts = parts_of(step, state, batch(mesh.get_rank()))
+        return sum(map(len, {part.key for part in parts if isinstance(part, Region)}))
+
+    few, many = (simulated(job, layers)[0] for layers in (3, 5))
+    assert few == many
+
+
 def test_parts_of_one_unit_are_read_in_one_region() -> None:
     """A unit with frozen leaves has two merged gathers: a product and the sum after it would be compiled apart."""
 
