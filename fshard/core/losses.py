@@ -27,6 +27,7 @@ class Running(NamedTuple):
 
     policy: Any
     mesh: Any
+    home: Any  # a plan, or the structure `spec` and `shapes` of all parameters; None: unknown
     remarks: set[str]  # words for ranks to compare
     lost: list[str]  # modules whose new running statistics are dropped
     tapes: Sequence[Any]  # of this loss, then of the losses around it
@@ -36,10 +37,10 @@ NO_GRADIENT = "the loss function: the loss depends on no trainable parameter (wa
 _RUNNING_LOSS: ContextVar[Running | None] = ContextVar("fshard.core.losses", default=None)
 
 
-def loss_of(policy: object, mesh: object, tapes: Sequence[object] = ()) -> AbstractContextManager[None]:
+def loss_of(policy: object, mesh: object, home: object, tapes: Sequence[object] = ()) -> AbstractContextManager[None]:
     """Return a block for a loss and its backward. `tapes` gather parameters and `Sharded` arguments."""
     around = loss.tapes if (loss := _RUNNING_LOSS.get()) else ()
-    return assigned(_RUNNING_LOSS, Running(policy, mesh, set(), [], (*tapes, *around)))
+    return assigned(_RUNNING_LOSS, Running(policy, mesh, home, set(), [], (*tapes, *around)))
 
 
 def running() -> Running | None:
