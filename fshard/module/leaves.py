@@ -96,9 +96,7 @@ class Leaves:
     def mesh(self) -> AnyMesh:
         """The mesh of batch norms. ValueError if it depends on the leaf."""
         if len(self._meshes) > 1:
-            raise ValueError(
-                f"batch norms: expected leaves of plans on one mesh, got the meshes {sorted(self._meshes)}"
-            )
+            raise ValueError(f"batch norms: expected leaves of plans on one mesh, got meshes {sorted(self._meshes)}")
         return self._mesh
 
     def read(self, number: int) -> Tensor:
