@@ -32,6 +32,9 @@ class Running(NamedTuple):
     tapes: Sequence[Any]  # of this loss, then of the losses around it
 
 
+_OF_ONE_RANK = (
+    "its total is one rank's: all_reduce total and count in the loss (recipes.md, Statistics of all ranks' rows)"
+)
 NO_GRADIENT = "the loss function: the loss depends on no trainable parameter (was it detached?)"
 _RUNNING_LOSS: ContextVar[Running | None] = ContextVar("fshard.core.losses", default=None)
 
@@ -82,6 +85,11 @@ class _Summand:
 
     def __truediv__(self, scalar: Number) -> Self:
         return self.on_totals(lambda total: total / scalar)
+
+    def __pow__(self, _: object) -> Self:
+        raise TypeError(f"a power or inverse of a {type(self).__name__}: {_OF_ONE_RANK}")
+
+    __rpow__ = __rtruediv__ = __pow__
 
 
 @dataclass(frozen=True)
@@ -201,7 +209,8 @@ def read_loss(loss: Tree) -> tuple[Tree, type]:
     _check_count(loss, "the loss function")
     if not isinstance(loss.total, Tensor) or loss.total.dim() or not loss.total.is_floating_point():
         total = loss.total
-        got = f"a {total.dtype} tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else repr(total)
+        other = f"a {type(total).__name__} ({_OF_ONE_RANK})" if is_loss(total) else repr(total)
+        got = f"a {total.dtype} tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else other
         raise ValueError(
             f"the loss function: expected a 0-d floating tensor (or fshard.Mean or Sum of one), got {got}. For a mean "
             "return fshard.Mean(losses.sum(), losses.numel()); for (loss, aux) or (loss, extra) has_aux, with_extra."
