@@ -33,9 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..core import tree
 from ..core.arguments import NOT_THE_USER, call_site, check_function, frame_of, line_of
 from ..core.random import draws
-from ..core.storage import address
+from ..core.storage import address, with_tensors
 from ..core.tracing import RERUN, SET_DATA, Args, Kwargs, Marked, Operator, assigned, kind_of, mark, unhooked
-from ..core.tree import Tree, tensors, with_tensors
+from ..core.tree import Tree, tensors
 from .captures import captures, generators, state_of
 
 P = ParamSpec("P")

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from ..comm.mesh import AnyMesh
 from ..core import tree
 from ..core.func_levels import unwrapped
-from ..core.losses import Running, running
+from ..core.losses import Home, Running, running
 from ..core.patterns import names_in
 from ..core.storage import writes
 from ..core.tree import Tree
@@ -127,16 +126,16 @@ class Leaves:
         at = self._place_read()
         return at, [path for path in self._plan.paths if not path.startswith(at)] if at else []
 
-    def _policy_of(self, home: Any, policy: Policy, what: str) -> tuple[Policy, bool]:
-        """Return the module's policy, and True if the paths in it are the module's. `home`: as in `Running`."""
+    def _policy_of(self, home: Home | None, policy: Policy, what: str) -> tuple[Policy, bool]:
+        """Return the module's policy, and True if the paths in it are the module's."""
         policy = home.policy if isinstance(home, Plan) else policy
         if home is None or not policy.overrides:
             return policy, False
-        found = _policies_by_place(policy, home.spec, frozenset(tree.leaf_paths(self._spec)))
+        alike = _policies_by_place(policy, home.spec, frozenset(tree.leaf_paths(self._spec)))
         for fits in (self._has_shapes, self._was_read):
-            if len({known for _, known in found.values()}) > 1:
-                found = {at: x for at, x in found.items() if fits(home, at, x[0])} or found
-        policies = {known: ".".join(at) for at, (_, known) in found.items()}
+            if len({known for _, known in alike.values()}) > 1:
+                alike = {at: x for at, x in alike.items() if fits(home, at, x[0])} or alike
+        policies = {known: ".".join(at) for at, (_, known) in alike.items()}
         if len(policies) > 1:
             raise ValueError(
                 f"{what}: modules of equal leaves have different policies ({' and '.join(map(repr, policies.values()))}"
@@ -149,13 +148,13 @@ class Leaves:
             return policy.of(tuple(at.split(".")), names_in(tree.leaf_paths(home.spec)))
         return replace(policy, cast_at=policy.casts_beside(("",), ())), False
 
-    def _has_shapes(self, home: Any, at: tuple[str, ...], first: int) -> bool:
+    def _has_shapes(self, home: Home, at: tuple[str, ...], first: int) -> bool:
         paths = tree.leaf_paths(home.spec)[first:]
         shape_of = dict(zip(paths, home.shapes[first:], strict=True))
         names = enumerate(tree.leaf_paths(self._spec))
         return all(shape_of[tree.joined(*at, name)] == tuple(self.like(number).shape) for number, name in names)
 
-    def _was_read(self, home: Any, at: tuple[str, ...], first: int) -> bool:
+    def _was_read(self, home: Home, at: tuple[str, ...], first: int) -> bool:
         return all(tree.joined(*at, name) in paths for name, paths in self._paths_read() if paths)
 
     def _paths_read(self) -> Iterator[tuple[str, list[str]]]:
@@ -177,10 +176,10 @@ class Leaves:
 
     def _place_read(self) -> str:
         """The place of most leaves, with a dot; "" if no path ends with a leaf's name."""
-        found = Counter[str]()
+        votes = Counter[str]()
         for name, paths in self._paths_read():
-            found.update(path.removesuffix(name) for path in paths if path.endswith(f".{name}"))
-        return max(found, key=found.__getitem__, default="")
+            votes.update(path.removesuffix(name) for path in paths if path.endswith(f".{name}"))
+        return max(votes, key=votes.__getitem__, default="")
 
     def versions(self) -> list[int | None]:
         """Numbers of writes; None for gathered leaves, or if torch counts no writes."""

@@ -15,6 +15,10 @@ from ..core.storage import address, byte_range, share_elements
 from ..layout.layout import Leaf
 
 _MODULE = "Give its parameters: apply, params, buffers = fshard.module.functionalize(module)."
+_NODE = (
+    "Make it a tensor, or a field fshard.tree.static() of its node; or make its class a node: @fshard.tree.node, or "
+    "register its type as a pytree node (optree, or torch.utils._pytree.register_dataclass)."
+)
 
 
 def check_tensors(flat: Sequence[object], paths: Sequence[str]) -> None:
@@ -23,9 +27,8 @@ def check_tensors(flat: Sequence[object], paths: Sequence[str]) -> None:
         raise ValueError(f"two leaves have the path {twice[0]!r}: keys with dots, or 1 and '1', look alike. Rename one")
     for path, leaf in zip(paths, flat, strict=True):
         if not isinstance(leaf, Tensor):
-            known = _MODULE if hasattr(leaf, "named_parameters") else "Make it a tensor, or register its type "
-            more = "" if known is _MODULE else "as a pytree node (optree, or torch.utils._pytree.register_dataclass)."
-            raise ValueError(f"leaf {path!r}: expected a tensor, got {type(leaf).__name__}. {known}{more}")
+            remedy = _MODULE if hasattr(leaf, "named_parameters") else _NODE
+            raise ValueError(f"leaf {path!r}: expected a tensor, got {type(leaf).__name__}. {remedy}")
         if hasattr(leaf, "__tensor_flatten__"):  # tensors with inner tensors, as DTensor
             raise ValueError(
                 f"leaf {path!r}: expected a plain tensor, got a {type(leaf).__name__}, which holds other tensors. "

@@ -124,13 +124,13 @@ class Policy:
         """
         pairs = [(where, policy, _rest(str(where), place, names)) for where, policy in self.overrides]
         around = [place[:n] for n in range(1, len(place) + 1)]
-        own = [policy for where, policy, _ in pairs if any(_rest(str(where), top, names) == "" for top in around)]
-        if not own:
+        selecting = [policy for where, policy, _ in pairs if any(_rest(str(where), top, names) == "" for top in around)]
+        if not selecting:
             inside = ((where, policy) for where, policy, rest in pairs if rest is not None or "**" in str(where))
             return replace(self, cast_at=self.casts_beside(place, names), overrides=tuple(inside)), False
         cast_at = tuple(filter(None, (_rest(path, place, names) for path in self.cast_at)))
         return replace(
-            own[0].over(self), cast_at=cast_at, overrides=tuple((x, policy) for _, policy, x in pairs if x)
+            selecting[0].over(self), cast_at=cast_at, overrides=tuple((x, policy) for _, policy, x in pairs if x)
         ), True
 
     def casts_beside(self, place: tuple[str, ...], names: Container[str]) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -56,6 +55,10 @@ class _Whole:
 
     def tree(self, values: Mapping[str, Tensor]) -> Tree:
         return unflatten(self.spec, [values[path] for path in self.places])
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [tuple(self.values[path].shape) for path in self.places]
 
 
 def _whole(params: Tree, frozen: Where, policy: Policy) -> _Whole:
@@ -171,10 +174,8 @@ def _rank_forward(
     live = {path: x.detach().to(whole.precision[path].compute).clone() for path, x in whole.values.items()}
     for path in whole.trained:
         live[path].requires_grad_()
-    params = whole.tree(live)
-    home = SimpleNamespace(spec=flatten(params)[1], shapes=[tuple(x.shape) for x in flatten(params)[0]])
-    with torch.enable_grad(), loss_of(policy, None, home):
-        out, (has_aux, with_extra) = loss_fn(params, *loss_args), returns
+    with torch.enable_grad(), loss_of(policy, None, whole):
+        out, (has_aux, with_extra) = loss_fn(whole.tree(live), *loss_args), returns
     loss, *more = out if has_aux or with_extra else (out,)  # (loss, extra, aux)
     extra = detached(more.pop(0)) if with_extra else None
     aux = map_tops(lambda x: x if is_loss(x) else policy.cast(x, "output"), is_loss, more[0] if has_aux else None)

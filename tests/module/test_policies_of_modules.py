@@ -112,6 +112,7 @@ def on_processes(mesh: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore:.*drops the running statistics")
 def test_on_processes() -> None:
+    """Ranks of processes gather each module in its dtypes."""
     for one, two in gloo(on_processes):
         same(one, two)
 
