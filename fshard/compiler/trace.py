@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 
 # Private API: fake tensors have no public constructor. test_jit.py fails if torch moves or changes these classes.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.parameter import is_lazy
@@ -113,7 +114,8 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, ca
         results.clear()
         # Private API: torch has no public way to restore dispatch keys. An error inside a transform of torch.func may
         # leave its keys set, so later transforms fail (test_func_losses.py).
-        with _mode_of(leaves, caches) as mode, torch._C._PreserveDispatchKeyGuard(), _alone():
+        lazy = _use_lazy_graph_module(True)  # private API: nobody calls the graph's code before passes change it
+        with _mode_of(leaves, caches) as mode, torch._C._PreserveDispatchKeyGuard(), _alone(), lazy:
             fakes = list(_fakes(mode, [*tensors(leaves), *map(resolved, captured)]))
             try:
                 return make_fx(flat, tracing_mode="fake")(*fakes)
@@ -342,6 +344,8 @@ class _Watch(TorchDispatchMode):
         torch.default_generator.manual_seed(_UNLIKELY)
 
     def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         kwargs = kwargs or {}
         if self._fake_of:
             args, kwargs = _with_fakes(self._fake_of, (args, kwargs))  # `_Captured` does not see every call
