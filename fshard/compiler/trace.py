@@ -24,7 +24,6 @@ from torch import Tensor, fx, nn
 
 # Private API: fake tensors have no public constructor. test_jit.py fails if torch moves or changes these classes.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.parameter import is_lazy
@@ -114,8 +113,7 @@ def trace(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, ca
         results.clear()
         # Private API: torch has no public way to restore dispatch keys. An error inside a transform of torch.func may
         # leave its keys set, so later transforms fail (test_func_losses.py).
-        lazy = _use_lazy_graph_module(True)  # private API: nobody calls the graph's code before passes change it
-        with _mode_of(leaves, caches) as mode, torch._C._PreserveDispatchKeyGuard(), _alone(), lazy:
+        with _mode_of(leaves, caches) as mode, torch._C._PreserveDispatchKeyGuard(), _alone():
             fakes = list(_fakes(mode, [*tensors(leaves), *map(resolved, captured)]))
             try:
                 return make_fx(flat, tracing_mode="fake")(*fakes)
