@@ -119,15 +119,20 @@ class Policy:
 
         `names`: of all subtrees, by `names_in`.
 
-        >>> Policy.parse("a: compute=bf16; a.norm: compute=f32; b: compute=f16").of(("a",), {"a", "a.norm", "b"})
+        >>> policy_of({"a": "compute=bf16; norm: compute=f32", "b": "compute=f16"}).of(("a",), {"a", "a.norm", "b"})
         (Policy('compute=bf16; norm: compute=f32'), True)
         """
         pairs = [(where, policy, _rest(str(where), place, names)) for where, policy in self.overrides]
         around = [place[:n] for n in range(1, len(place) + 1)]
         selecting = [policy for where, policy, _ in pairs if any(_rest(str(where), top, names) == "" for top in around)]
         if not selecting:
-            inside = ((where, policy) for where, policy, rest in pairs if rest is not None or "**" in str(where))
-            return replace(self, cast_at=self.casts_beside(place, names), overrides=tuple(inside)), False
+            # of other overrides a module reads nothing
+            stores = (
+                (where, policy)
+                for where, policy, rest in pairs
+                if policy.stores and (rest is not None or "**" in str(where))
+            )
+            return replace(self, cast_at=self.casts_beside(place, names), overrides=tuple(stores)), False
         cast_at = tuple(filter(None, (_rest(path, place, names) for path in self.cast_at)))
         return replace(
             selecting[0].over(self), cast_at=cast_at, overrides=tuple((x, policy) for _, policy, x in pairs if x)

@@ -224,6 +224,8 @@ def test_equal_modules_that_nothing_tells_apart() -> None:
     both = {"a": params, "b": net_of(6)[1]}
     sharded = fshard.shard_params(both, fshard.make_plan(both, policy=policies))
     loss = lambda p: net(fshard.tree.map(lambda t: t * 1, p["b"]), {}, torch.ones(1, 4))[0].sum()  # noqa: E731
+    one = fshard.shard_params(both, fshard.make_plan(both, policy="compute=bf16; a.0.bias: compute=f32"))
+    assert fshard.evaluate(loss)(one).isfinite()  # both modules have the plan's policy
     with pytest.raises(ValueError, match="modules of equal leaves have different policies \\('a' and 'b'\\)"):
         fshard.evaluate(loss)(sharded)
 
