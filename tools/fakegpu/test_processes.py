@@ -36,9 +36,9 @@ def ran(program: str, folder: Path, size: int = 2, **env: str) -> list[tuple[int
 
 
 def followed(command: Sequence[str], env: dict[str, str], show: bool) -> tuple[int, str]:
-    """Run a process to its end, for 300 seconds at most. Returns its exit status and its words."""
+    """Run a process to its end, for 20 minutes at most. Returns its exit status and its words."""
     with tempfile.TemporaryFile("w+") as errors, Popen(command, env=env, stdout=PIPE, stderr=errors, text=True) as one:
-        late, said = Timer(300, one.kill), list[str]()
+        late, said = Timer(1200, one.kill), list[str]()
         late.start()
         for line in one.stdout or ():
             said.append(line)
