@@ -160,7 +160,7 @@ def test_an_elastic_restart(tmp_path: Path) -> None:
     command = [sys.executable, *torchrun, str(HERE / "processes.py"), "elastic", str(tmp_path)]
     # torch 2.13 else keeps the store of the world that died, from which a rank may read that world's ncclUniqueId
     env = environment(FAKEGPU_POISON="1", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr
     steps = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()]
     assert [step for step, _ in steps] == ["0", "1", "2", "2", "3"]
