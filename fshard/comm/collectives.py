@@ -26,6 +26,7 @@ Sources: JAX's shard_map design (jep/17111); Griewank and Walther, Evaluating De
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeVar
@@ -41,7 +42,7 @@ from ..core.losses import running
 from ..core.tree import Tree
 from . import primitives
 from .announce import CallInBlocks, kept
-from .mesh import AnyMesh, adapted
+from .mesh import AnyMesh, adapted, num_ranks
 from .ranks import Pending, Ranks
 
 T = TypeVar("T")
@@ -150,6 +151,9 @@ def _mapped(x: T, collective: _Collective, split: int = 0, join: int | None = No
     """
     kind, dims = collective.kind, (split, split if join is None else join)
     collective = replace(collective, mesh=adapted(collective.mesh))  # once, for the backward, too
+    if collective.mesh is None and (loss := running()) and (ranks_of_loss := num_ranks(loss.mesh)) > 1:
+        told = f"expected the loss's mesh of {ranks_of_loss} ranks, got None: each rank takes its own value"
+        warnings.warn(f"{kind}: {told}. Give the mesh as an argument: step(state, batch, mesh)", stacklevel=3)
     ranks = None if collective.mesh is None else primitives.along(collective.mesh, collective.axis)
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     for dim in dims:
@@ -235,7 +239,7 @@ def all_gather(x: T, mesh: AnyMesh, axis: str, label: str = "", *, dim: int = 0)
     """Concatenate the tensors of all ranks along a dim: (n, ...) -> (W n, ...), varying -> replicated.
 
     - `x`: a tensor or a tree, of the same shapes on all ranks; a scalar counts as one row.
-    - `mesh`, `axis`: the ranks; mesh=None is one rank, whatever the axis.
+    - `mesh`, `axis`: the ranks; mesh=None is one rank, whatever the axis, and a warning in a loss on several ranks.
     - `label`: the name of the call in errors and in a `tally`.
     - `dim`: a dim of every leaf (else a ValueError), counted from the end if negative; dim 0 needs no copy.
 

@@ -41,7 +41,10 @@ def along(mesh: AnyMesh, axis: str) -> Ranks:
     grid = adapted(mesh)
     if grid is None or axis not in grid.mesh_dim_names:
         names = ", ".join(map(repr, axis_sizes(mesh)))
-        raise ValueError(f"the mesh has no axis {axis!r}: it has {names or 'no axes'}")
+        once = ". Call it once for each axis: all_gather for the last first, reduce_scatter for the first"
+        raise ValueError(
+            f"the mesh has no axis {axis!r}: it has {names or 'no axes'}{once * isinstance(axis, tuple | list)}"
+        )
     ranks = grid.ranks(axis)
     return NodeRanks(ranks, grid) if is_tracing() else announced(ranks, grid)
 

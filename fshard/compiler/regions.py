@@ -2,8 +2,9 @@
 
 Note [Regions]
     1. Compile time grows with the number of nodes, and a network's layers are equal. A region is the computation
-       between two collectives. Equal layers have equal regions: the same operators, numbers, shapes, wiring and order.
-       Each distinct region is compiled once.
+       between two collectives; if gathers are merged, it ends before the first reader of the next unit's part. Equal
+       layers have equal regions: the same operators, numbers, shapes, wiring and order. Each distinct region is
+       compiled once.
     2. The driver is a graph of collectives and calls of regions. Python runs its code (`Compiled.as_text`).
     3. A region gets whole buffers and makes views of them. The driver makes the views of the graph's inputs, because
        their offsets differ between layers; a region that writes to an input gets the whole input.
@@ -112,7 +113,7 @@ def _is_computed(node: fx.Node) -> bool:
 
 
 def _is_memory(node: fx.Node) -> bool:
-    return is_call(node, "empty", "empty_strided")
+    return is_call(node, "empty", "empty_strided", "new_empty")
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -127,6 +128,8 @@ def _node_runs(graph: fx.Graph) -> list[list[fx.Node]]:
     runs: list[list[fx.Node]] = []
     run_of: dict[fx.Node, list[fx.Node]] = {}
     run: list[fx.Node] = []
+    unread = {storage: x.meta["unit"] for x in graph.nodes if "unit" in x.meta for storage in storages_of(x)}
+    reader, last = graph.output_node(), set[str]()  # last first reader of a part, and its units
     for node in graph.nodes:
         if _is_view(node) or _is_memory(node):
             continue
@@ -134,6 +137,12 @@ def _node_runs(graph: fx.Graph) -> list[list[fx.Node]]:
             run_of[node] = run_of[node.args[0]]
             run_of[node].append(node)
         elif _is_computed(node):
+            read = {storage for x in node.all_input_nodes for storage in storages_of(x)}
+            if units := {unread.pop(storage) for storage in read if storage in unread}:
+                if run_of.get(reader) is run and units != last:
+                    runs.append(run)
+                    run = []
+                reader, last = node, units
             run.append(node)
             run_of[node] = run
         else:

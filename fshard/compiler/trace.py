@@ -33,9 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..core import tree
 from ..core.arguments import NOT_THE_USER, call_site, check_function, frame_of, line_of
 from ..core.random import draws
-from ..core.storage import address
+from ..core.storage import address, with_tensors
 from ..core.tracing import RERUN, SET_DATA, Args, Kwargs, Marked, Operator, assigned, kind_of, mark, unhooked
-from ..core.tree import Tree, tensors, with_tensors
+from ..core.tree import Tree, tensors
 from .captures import captures, generators, state_of
 
 P = ParamSpec("P")
@@ -342,6 +342,8 @@ class _Watch(TorchDispatchMode):
         torch.default_generator.manual_seed(_UNLIKELY)
 
     def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         kwargs = kwargs or {}
         if self._fake_of:
             args, kwargs = _with_fakes(self._fake_of, (args, kwargs))  # `_Captured` does not see every call

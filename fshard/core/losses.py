@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, partial, reduce
 from operator import add
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -22,24 +22,40 @@ from .tracing import assigned, memo
 from .tree import Tree
 
 
+class Home(Protocol):
+    """The structure and whole shapes of all parameters: a plan, say."""
+
+    @property
+    def spec(self) -> tree.Spec: ...
+
+    @property
+    def shapes(self) -> Sequence[tuple[int, ...]]: ...
+
+
 class Running(NamedTuple):
     """Settings and records of the running loss."""
 
     policy: Any
     mesh: Any
+    home: Home | None
     remarks: set[str]  # words for ranks to compare
     lost: list[str]  # modules whose new running statistics are dropped
     tapes: Sequence[Any]  # of this loss, then of the losses around it
 
 
+_OF_ONE_RANK = (
+    "its total is one rank's: all_reduce total and count in the loss (recipes.md, Statistics of all ranks' rows)"
+)
 NO_GRADIENT = "the loss function: the loss depends on no trainable parameter (was it detached?)"
 _RUNNING_LOSS: ContextVar[Running | None] = ContextVar("fshard.core.losses", default=None)
 
 
-def loss_of(policy: object, mesh: object, tapes: Sequence[object] = ()) -> AbstractContextManager[None]:
+def loss_of(
+    policy: object, mesh: object, home: Home | None, tapes: Sequence[object] = ()
+) -> AbstractContextManager[None]:
     """Return a block for a loss and its backward. `tapes` gather parameters and `Sharded` arguments."""
     around = loss.tapes if (loss := _RUNNING_LOSS.get()) else ()
-    return assigned(_RUNNING_LOSS, Running(policy, mesh, set(), [], (*tapes, *around)))
+    return assigned(_RUNNING_LOSS, Running(policy, mesh, home, set(), [], (*tapes, *around)))
 
 
 def running() -> Running | None:
@@ -82,6 +98,11 @@ class _Summand:
 
     def __truediv__(self, scalar: Number) -> Self:
         return self.on_totals(lambda total: total / scalar)
+
+    def __pow__(self, _: object) -> Self:
+        raise TypeError(f"a power or inverse of a {type(self).__name__}: {_OF_ONE_RANK}")
+
+    __rpow__ = __rtruediv__ = __pow__
 
 
 @dataclass(frozen=True)
@@ -201,7 +222,8 @@ def read_loss(loss: Tree) -> tuple[Tree, type]:
     _check_count(loss, "the loss function")
     if not isinstance(loss.total, Tensor) or loss.total.dim() or not loss.total.is_floating_point():
         total = loss.total
-        got = f"a {total.dtype} tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else repr(total)
+        other = f"a {type(total).__name__} ({_OF_ONE_RANK})" if is_loss(total) else repr(total)
+        got = f"a {total.dtype} tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else other
         raise ValueError(
             f"the loss function: expected a 0-d floating tensor (or fshard.Mean or Sum of one), got {got}. For a mean "
             "return fshard.Mean(losses.sum(), losses.numel()); for (loss, aux) or (loss, extra) has_aux, with_extra."

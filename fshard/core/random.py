@@ -358,6 +358,8 @@ class Stream(TorchDispatchMode):
         return drawn
 
     def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         kwargs = kwargs or {}
         if not draws(func, args, kwargs):
             return func(*args, **kwargs)
@@ -377,10 +379,8 @@ class Stream(TorchDispatchMode):
         if name.endswith("_") and isinstance(args[0], Tensor) and not any(isinstance(a, Tensor) for a in args[1:]):
             numbers = _defaults(func, args)
             return args[0].copy_(self._draw(name, args[0], numbers))
-        if name in ("rand", "rand_like"):
-            return self._draw("uniform_", _made_room(name, args, options), [0, 1])
-        if name in ("randn", "randn_like"):
-            return self._draw("normal_", _made_room(name, args, options), [0, 1])
+        if how := {"rand": "uniform_", "randn": "normal_"}.get(name.removesuffix("_like")):
+            return self._draw(how, _made_room(name, args, options), [0, 1])
         if name == "randperm":
             return self._draw(name, torch.empty(args[0], **{"dtype": torch.int64, **options}))
         if name in ("randint", "randint_like"):

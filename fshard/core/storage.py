@@ -231,6 +231,16 @@ class Source(Generic[Static]):
         return repr(self.static)
 
 
+def with_tensors(leaves: Sequence[object], tensors: Iterable[Tensor]) -> list[object]:
+    """Replace the tensors among leaves, in order.
+
+    >>> with_tensors([1, torch.ones(1), "a"], [torch.zeros(1)])
+    [1, tensor([0.]), 'a']
+    """
+    remaining = iter(tensors)
+    return [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
 def block_size(x: Tensor, cached: int) -> int:
     return cached if x.device.type == "cpu" else max(cached, _LARGE_BLOCK)
 

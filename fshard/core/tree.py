@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, is_dataclass
 from dataclasses import fields as dataclass_fields
 from inspect import get_annotations
+from itertools import starmap
 from types import MemberDescriptorType
 from typing import Any, TypeAlias, TypeVar, dataclass_transform
 
@@ -99,16 +100,6 @@ def tensors(leaves: Sequence[object]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def with_tensors(leaves: Sequence[object], tensors: Iterable[Tensor]) -> list[object]:
-    """Replace the tensors among leaves, in order.
-
-    >>> with_tensors([1, torch.ones(1), "a"], [torch.zeros(1)])
-    [1, tensor([0.]), 'a']
-    """
-    remaining = iter(tensors)
-    return [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-
 def in_order_of(spec: Spec, tree: Tree) -> Tree:
     """Return `tree`, the keys of its dicts in the order of `spec`.
 
@@ -130,10 +121,10 @@ def flatten_up_to(spec: Spec, tree: Tree) -> list[Tree]:
     """Return the subtrees at the leaves of a structure. ValueError if `tree` does not fit."""
     try:
         return spec.flatten_up_to(tree)
-    except ValueError:
+    except ValueError as error:
         whole = unflatten(spec, range(spec.num_leaves))
         if not nodes([whole, tree], StandIn):
-            raise
+            raise ValueError(unlike(whole, tree) or str(error)) from None
     return structure_above(plain(whole), int).flatten_up_to(plain(tree))
 
 
@@ -225,7 +216,7 @@ def register(cls: type, flatten: Callable[[Tree], tuple[Any, ...]], unflatten: C
     """
     optree.register_pytree_node(cls, flatten, unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE)
     pytree.register_pytree_node(
-        cls, lambda x: _without_names(flatten(x)), lambda children, metadata: unflatten(metadata, children)
+        cls, lambda x: (list((flat := flatten(x))[0]), flat[1]), lambda xs, metadata: unflatten(metadata, xs)
     )
     optree.unregister_pytree_node(cls, namespace=_NAMESPACE)  # torch has registered `cls` without children's names
 
@@ -296,10 +287,6 @@ def register_stand_in(cls: type, of: Callable[[Tree], Tree]) -> None:
 
 def _key(name: int | str) -> pytree.KeyEntry:
     return pytree.SequenceKey(name) if isinstance(name, int) else pytree.GetAttrKey(name)
-
-
-def _without_names(flat: tuple[Any, ...]) -> tuple[list[Tree], Metadata]:
-    return list(flat[0]), flat[1]
 
 
 def register_fields(
@@ -495,5 +482,18 @@ def difference(expected: Tree, got: Tree) -> str:
     """
     if type(expected) is not type(got):
         return f"expected a {type(expected).__name__}, got a {type(got).__name__}"
-    same = "the leaves have the same paths, in other containers or laid out by another plan"
-    return lacking(*builtins.map(paths, (expected, got))) or same
+    same = "the leaves have the same paths, in other containers"
+    return lacking(*builtins.map(paths, (expected, got))) or unlike(*builtins.map(plain, (expected, got))) or same
+
+
+def unlike(expected: Tree, got: Tree, path: str = "") -> str:
+    """Say how the first nodes with different metadata differ, and the remedy; "" if there are none."""
+    (named, known), (others, given) = opened(expected), opened(got)
+    known, given = (getattr(x, "static", x) for x in (known, given))  # of a `Source`
+    are_fields = not any(isinstance(x, dict | list | tuple) for x in (expected, got))
+    if known != given and are_fields and None not in (named, others):
+        words = f"expected the static fields {known!s:.200}, got {given!s:.200} (a lambda equals only itself)"
+        return f"{path!r}: " * bool(path) + (known.unlike(given) if hasattr(known, "unlike") else words)
+    inner = dict(others or ())
+    pairs = ((child, inner[name], joined(path, str(name))) for name, child in named or () if name in inner)
+    return next(filter(None, starmap(unlike, pairs)), "")

@@ -190,26 +190,31 @@ class SavedTensor(NamedTuple):
         return x
 
 
-_NOWHERE = None, 0, 0, None
+_NOWHERE = None, 0, 0, None, False
 
 
 class Owners:
     """The memory of a tape's leaves, by address."""
 
     def __init__(self) -> None:
-        # weak reference (keeps the address from reuse), kind, first byte of the buffer, unit if gathered again
-        self._owners: dict[int, tuple[StorageWeakRef, int, int, int | None]] = {}
+        # weak reference (keeps the address from reuse), kind, first byte and unit of the buffer, True if gathered again
+        self._owners: dict[int, tuple[StorageWeakRef, int, int, int | None, bool]] = {}
 
     def add(self, gathered: Tensor, unit: int, kind: int, regathers: bool) -> None:
-        first_byte, again = int(gathered.storage_offset()) * gathered.itemsize, unit if regathers else None
-        self._owners[address(gathered)] = StorageWeakRef(gathered.untyped_storage()), kind, first_byte, again
+        first_byte, storage = int(gathered.storage_offset()) * gathered.itemsize, gathered.untyped_storage()
+        self._owners[address(gathered)] = StorageWeakRef(storage), kind, first_byte, unit, regathers
 
     def know(self, kind: int, *leaves: Tensor) -> None:
         for x in leaves:
-            self._owners.setdefault(address(x), (StorageWeakRef(x.untyped_storage()), kind, 0, None))
+            self._owners.setdefault(address(x), (StorageWeakRef(x.untyped_storage()), kind, 0, None, False))
 
     def kind_of(self, x: Tensor) -> int | None:
         return self._owners[address(x)][1] if address(x) in self._owners else None
+
+    def position(self, x: Tensor) -> tuple[int | None, int, int]:
+        """Return the unit and kind of the gathered buffer that holds `x`, and the element at which `x` begins."""
+        _, kind, first_byte, unit, _ = self._owners.get(address(x), _NOWHERE)
+        return unit, kind, int(x.storage_offset()) - first_byte // x.itemsize
 
     def places(self) -> list[range]:
         # private: no public function turns the reference into a storage (tested by test_tape.py)
@@ -219,8 +224,8 @@ class Owners:
     def place(self, x: Tensor) -> tuple[int, int, torch.Size, tuple[int, ...], int, torch.dtype, bool, bool] | None:
         """Return the fields of a `SavedView` after `tape`; None if the backward gathers no buffer for this tensor."""
         owner = self._owners.get(address(x)) if x.layout is torch.strided else None
-        _, kind, first_byte, unit = owner or _NOWHERE
-        if unit is None:
+        _, kind, first_byte, unit, is_gathered_again = owner or _NOWHERE
+        if unit is None or not is_gathered_again:
             return None
         offset = int(x.storage_offset()) - first_byte // x.itemsize
         return unit, kind, x.size(), x.stride(), offset, x.dtype, x.is_conj(), x.is_neg()

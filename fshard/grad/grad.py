@@ -219,7 +219,11 @@ def run_loss(
     _check_eager()
     tape = tape or (OBSERVER.get() or Tape)(params, into, tree.nodes(given, Sharded), gathered)
     # the new root is for losses inside this loss (Note [One root] in `autograd`)
-    with autograd.another_root(), closing(tape), losses.loss_of(tape.plan.policy, tape.plan.mesh, tape.tapes):
+    with (
+        autograd.another_root(),
+        closing(tape),
+        losses.loss_of(tape.plan.policy, tape.plan.mesh, tape.plan, tape.tapes),
+    ):
         with torch.enable_grad():
             returned = _called(tape, params, loss_fn, given, has_aux, with_extra)
         mesh = None if alone else params.plan.live_mesh()
@@ -420,7 +424,7 @@ def predict(fn: Callable[..., Tree]) -> Callable[..., Tree]:
 @contextmanager
 def _forward(params: Sharded, given: Given) -> Iterator[Tape]:
     tape = Tape(params, beside=tree.nodes(given, Sharded))
-    with closing(tape), losses.loss_of(tape.plan.policy, tape.plan.mesh, tape.tapes):
+    with closing(tape), losses.loss_of(tape.plan.policy, tape.plan.mesh, tape.plan, tape.tapes):
         with torch.no_grad():
             yield tape
         tape.end()

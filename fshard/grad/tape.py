@@ -224,6 +224,18 @@ class Tape:
         leaves = (zip(unit.entry.slots, unit.bound or unit.leaves or (), strict=False) for unit in self._units.values())
         return next((slot for pairs in leaves for slot, leaf in pairs if leaf is x), None)
 
+    def slot_at(self, x: Tensor) -> Slot | None:
+        unit, kind, at = self._owners.position(x)
+        entries = [self._units[unit].entry] if unit is not None else [unit.entry for unit in self._units.values()]
+        if unit is None:
+            kind, at = self._rows.get(address(x), -1), int(x.storage_offset())
+        for row in (row for entry in entries for row in entry.rows if row.kind == kind):
+            begin = at - (row.start if unit is None else 0)
+            for slot, start, numel in zip(row.leaves, row.starts, row.numels, strict=True):
+                if start <= begin < start + numel:
+                    return slot
+        return None
+
     def _bind(self, unit: TapeUnit, leaves: UnitLeaves) -> UnitLeaves:
         entry = unit.entry
         if not entry.trained:

@@ -74,6 +74,8 @@ class _RefusingWrites(TorchDispatchMode):
         self._frozen = frozen
 
     def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
+        if not func._schema.is_mutable:
+            return func(*args, **(kwargs or {}))
         by_name = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs or {})
         written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         for x in tree.leaves([by_name.get(name) for name in written]):

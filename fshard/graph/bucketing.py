@@ -6,7 +6,6 @@ import operator as python
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -121,10 +120,6 @@ def _is_there(x: fx.Node, at: int, order: Mapping[fx.Node, int]) -> bool:
     return order[x] < at or (operator(x) in VIEWS and all(_is_there(y, at, order) for y in x.all_input_nodes))
 
 
-def _ends(group: Sequence[_FlatCollective], parts: int) -> list[tuple[int, int]]:
-    return list(pairwise(accumulate((collective.numel // parts for collective in group), initial=0)))
-
-
 def _start(graph: fx.Graph, group: Sequence[_FlatCollective], place: Sequence[fx.Node], x: fx.Node) -> fx.Node:
     by_name = [arguments(collective.start) for collective in group]
     options = {k: v for k, v in by_name[0].items() if k not in ("place", "x", "label", "nbytes")}
@@ -141,26 +136,24 @@ def _merge_gathers(graph: fx.Graph, group: Sequence[_FlatCollective], order: dic
     by_source = dict[object, _FlatCollective]()
     for collective in group:
         by_source.setdefault(_source(collective.x), collective)
-    sent = [*by_source.values()]
+    sent, numbers = [*by_source.values()], {source: number for number, source in enumerate(by_source)}
     first = group[0].start
     size = group[0].numel // values(group[0].x)[0].numel()  # W, the number of ranks
     with graph.inserting_before(first):
         shards = [_there(graph, collective.x, order[first], order) for collective in sent]
-        row = call(graph, _aten.cat.default, shards)  # (n / W,)
+        row = call(graph, _fshard.merged.default, shards, 1)  # (n / W,)
         start = _start(graph, sent, [], row)
         place, ticket = (call(graph, python.getitem, start, i) for i in range(2))
     wait = min((collective.wait for collective in group), key=order.__getitem__)
     with graph.inserting_before(wait):
         call(graph, _fshard.wait.default, place, ticket, [row])
-        rows = call(graph, _aten.view.default, place, [size, -1])  # (W, n / W): each rank's shards
-        ends = dict(zip(by_source, _ends(sent, size), strict=True))
-        parts = [call(graph, _aten.slice.Tensor, rows, 1, *ends[_source(collective.x)]) for collective in group]
-        # copy each result: readers may write to it, or use its strides and storage offset
-        whole = {"memory_format": torch.contiguous_format}
-        parts = [call(graph, _aten.clone.default, part, **whole) for part in parts]
-        parts = [call(graph, _aten.view.default, part, [-1]) for part in parts]
+        # a copy for each result: readers may write to it, or use its strides and storage offset
+        chosen = [numbers[_source(collective.x)] for collective in group]
+        copies = call(graph, _fshard.parts.default, place, [x.numel // size for x in sent], chosen, size)
+        parts = [call(graph, python.getitem, copies, i) for i in range(len(group))]
     order |= dict.fromkeys(parts, order[wait])
     for collective, part in zip(group, parts, strict=True):
+        part.meta["unit"] = arguments(collective.start)["label"]
         for old in collective.results:
             old.replace_all_uses_with(part)
     return [x for collective in group for x in (collective.wait, *collective.start.users, collective.start)]
@@ -187,16 +180,15 @@ def _merge_reductions(
     reduce-scatter as W rows, one for each rank.
     """
     size = values(group[0].x)[0].numel() // group[0].numel  # W or 1
-    ends = _ends(group, 1)
     waits = [collective.wait for collective in group]
     until = min(max(nodes.order[wait] for wait in waits), *map(nodes.first_reader, waits))
     with graph.inserting_before(group[-1].start.next):
-        rows = [call(graph, _aten.view.default, collective.x, [size, -1]) for collective in group]  # (size, m_i)
-        row = call(graph, _aten.reshape.default, call(graph, _aten.cat.default, rows, 1), [-1])  # (size * m,)
-        place = call(graph, _aten.new_empty.default, group[0].results[0], [ends[-1][1]])  # (m,)
+        for room in (x.x for x in group if is_call(x.x, "fshard.room")):
+            room.target, room.args = _aten.new_empty.default, (room.args[0], [room.args[1]])  # no peer reads it
+        row = call(graph, _fshard.merged.default, [collective.x for collective in group], size)  # (size * m,)
+        place = call(graph, _aten.new_empty.default, group[0].results[0], [sum(x.numel for x in group)])  # (m,)
         ticket = _start(graph, group, [place], row)
     with graph.inserting_before(in_order[until]):
         call(graph, _fshard.wait.default, place, ticket, [row])
-        for collective, end in zip(group, ends, strict=True):
-            call(graph, _aten.copy_.default, collective.results[0], call(graph, _aten.slice.Tensor, place, 0, *end))
+        call(graph, _fshard.fill.default, [collective.results[0] for collective in group], place)
     return [x for collective in group for x in (collective.wait, collective.start)]

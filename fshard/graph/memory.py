@@ -29,7 +29,8 @@ from ..comm.process_groups import FEW
 from ..core.storage import address
 from .inspect import arguments, operator, values
 
-_MADE = {"fshard.all_gather": "gathered", "fshard.room": "gradients"}
+_MADE = {"fshard.all_gather": "gathered", "fshard.parts": "gathered", "fshard.room": "gradients"}
+_FILLED = {"fshard.reduce_scatter": ("place", "x"), "fshard.put": ("place",)}  # buffers of gradients
 # Compilers fuse these operators, but never write their results over inputs.
 _DECOMPOSED = (
     *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data"),
@@ -173,9 +174,7 @@ def _storages(nodes: Sequence[fx.Node], inputs: Sequence[str]) -> dict[int, _Sto
             if node.op == "placeholder" or any(user.op == "output" for user in node.users):
                 storage.last, storage.fusible = len(nodes), False
                 storage.what = "results" if storage.what == "activations" else storage.what
-        # a reduce-scatter's buffers of packed and of reduced gradients
-        names = ("place", "x") if operator(node) == "fshard.reduce_scatter" else ()
-        for name in names:
+        for name in _FILLED.get(operator(node), ()):
             for key in storages_of(arguments(node)[name]):
                 storages[key].what = "gradients" if storages[key].what == "activations" else storages[key].what
     return storages

@@ -1,4 +1,4 @@
-"""Operators that start collectives and wait for them (Note [Collectives in a graph] in `announce.py`)."""
+"""Operators that start, merge and wait for collectives (Note [Collectives in a graph] in `announce.py`)."""
 
 from __future__ import annotations
 
@@ -128,3 +128,22 @@ def _exchanged(sends: Sequence[Tensor], numels: Sequence[int], *rest: object) ->
 _define_start(
     f"exchange(Tensor[] sends, int[] numels, {_AT}, str kind, str call) -> (Tensor, Tensor)", _exchange, _exchanged
 )
+
+
+def _merged(parts: Sequence[Tensor], num_rows: int) -> Tensor:
+    return torch.cat([x.view(num_rows, -1) for x in parts], 1).view(-1)
+
+
+def _parts(x: Tensor, lengths: Sequence[int], numbers: Sequence[int], num_rows: int) -> list[Tensor]:
+    """Copy parts, by number, of tensors merged as `num_rows` rows. Dual: `merged`."""
+    parts = x.view(num_rows, -1).split_with_sizes(lengths, 1)
+    return [parts[i].clone(memory_format=torch.contiguous_format).view(-1) for i in numbers]
+
+
+def _fill_places(places: list[Tensor], x: Tensor) -> None:
+    torch.split_with_sizes_copy(x, [place.numel() for place in places], out=places)
+
+
+define("merged(Tensor[] parts, int num_rows) -> Tensor", _merged, _merged)
+define("parts(Tensor x, int[] lengths, int[] numbers, int num_rows) -> Tensor[]", _parts, _parts)
+define("fill(Tensor(a!)[] places, Tensor x) -> ()", _fill_places, lambda places, x: None)

@@ -43,9 +43,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..core import func_levels, tree
 from ..core.random import stream
-from ..core.storage import address, addresses
+from ..core.storage import address, addresses, with_tensors
 from ..core.tracing import UNROLLS, Args, Ctx, Kwargs, Operator, is_tracing, kind_of, node_of, unrecorded
-from ..core.tree import Tree, tensors, with_tensors
+from ..core.tree import Tree, tensors
 from .dataflow import written
 from .inspect import operator as name_of
 

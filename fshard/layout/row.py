@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import compress, pairwise, product
 from operator import not_
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -263,9 +264,13 @@ def end_to_end(spans: Iterable[Span]) -> list[Span]:
     return result
 
 
+@cache  # graphs put the same leaves in each step
+def _row_of(starts: tuple[int, ...], shapes: tuple[tuple[int, ...], ...], numel: int) -> Row[int]:
+    return Row(tuple(range(len(shapes))), starts, shapes, numel)
+
+
 def put(place: Tensor, leaves: Sequence[Tensor], starts: Sequence[int], add: bool = False, most: int = MOST) -> None:
-    shapes = tuple(tuple(leaf.shape) for leaf in leaves)
-    Row(tuple(range(len(shapes))), tuple(starts), shapes, place.numel()).put(place, list(leaves), add, most)
+    _row_of(tuple(starts), tuple(leaf.shape for leaf in leaves), place.numel()).put(place, list(leaves), add, most)
 
 
 define(

@@ -56,6 +56,7 @@ class ModuleFunction:
         if isinstance(params, Parts):
             expected = "the parameters that a loss is given, or whole ones"
             remedy = "Call it in a loss or fshard.predict(lambda p, x: apply(p, buffers, x)[0])(params, x)"
+            remedy = "Pass it to the step as one more argument, and the loss gets it" if running() else remedy
             raise TypeError(f"{name}: {wrong('params', params, expected, remedy)}")
         leaves = Leaves(params, self._params, f"{name}: params")
         call, versions = ModuleCall(leaves, self._listed(buffers)), leaves.versions()

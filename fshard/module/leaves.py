@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -10,7 +13,8 @@ from torch import Tensor
 from ..comm.mesh import AnyMesh
 from ..core import tree
 from ..core.func_levels import unwrapped
-from ..core.losses import Running, running
+from ..core.losses import Home, Running, running
+from ..core.patterns import names_in
 from ..core.storage import writes
 from ..core.tree import Tree
 from ..plan.plan import Plan
@@ -50,6 +54,20 @@ def leaves_like(what: str, spec: tree.Spec, x: Tree) -> list[Tree]:
         raise ValueError(f"{what}: {tree.difference(expected, x)}") from None
 
 
+@cache
+def _policies_by_place(
+    policy: Policy, spec: tree.Spec, names: frozenset[str]
+) -> dict[tuple[str, ...], tuple[int, tuple[Policy, bool]]]:
+    """Return (first leaf, policy) of each subtree with these leaves, by path."""
+    known, num_leaves = names_in(tree.leaf_paths(spec)), len(names)
+    alike = (
+        (at, first)
+        for at, node, first in tree.walk(spec)
+        if node.num_leaves == num_leaves and {*tree.leaf_paths(node)} == names
+    )
+    return {at: (first, policy.of(at, known)) for at, first in alike}
+
+
 class Leaves:
     """The leaves of a loss's parameters by number: a read gathers only the leaf's unit.
 
@@ -62,7 +80,7 @@ class Leaves:
         with torch.enable_grad():  # a view made under no_grad would pass no gradient later
             self._sources = [x if isinstance(x, At) else x[...] for x in given]
         self._given = given
-        loss = running() or Running(Policy(), None, set(), [], ())
+        loss = running() or Running(Policy(), None, None, set(), [], ())
         self._remarks = loss.remarks
         self._homes = [_homes(x, loss.tapes) for x in given]
         plans = {id(plan): plan for homes in self._homes for plan, _ in homes}
@@ -71,17 +89,13 @@ class Leaves:
         self._mesh, self._meshes = loss.mesh if plan is None else plan.mesh, {plan.axes for plan in plans.values()}
         self._is_cut = plan is not None and plan.num_ranks(plan.params_over) > 1
         self._plan, self._spec, self._tapes = plan, spec, loss.tapes
-        policy = loss.policy if plan is None else plan.policy
-        at = self.place()[0] if policy.overrides else ""
-        self.policy = policy.of(at[:-1]) if at else policy
+        self.policy, self._is_own = self._policy_of(loss.home if plan is None else plan, loss.policy, what)
 
     @property
     def mesh(self) -> AnyMesh:
         """The mesh of batch norms. ValueError if it depends on the leaf."""
         if len(self._meshes) > 1:
-            raise ValueError(
-                f"batch norms: expected leaves of plans on one mesh, got the meshes {sorted(self._meshes)}"
-            )
+            raise ValueError(f"batch norms: expected leaves of plans on one mesh, got meshes {sorted(self._meshes)}")
         return self._mesh
 
     def read(self, number: int) -> Tensor:
@@ -103,25 +117,69 @@ class Leaves:
         return [(homes[0][1].storage if homes else x, x) for homes, x in zip(self._homes, computed, strict=True)]
 
     def place(self) -> tuple[str, list[str]]:
-        """The module's path in its plan, with a dot, and the paths of the plan's leaves outside the module."""
-        if self._plan is None or len(self._sources) == self._plan.spec.num_leaves:
-            return "", []
-        paths, first = tree.leaf_paths(self._plan.spec), ""
-        for name, x in zip(tree.leaf_paths(self._spec), self._given, strict=True):
-            fitting = [path.removesuffix(name) for path in self._paths_of(x, paths) if path.endswith(f".{name}")]
-            first = first or next(iter(fitting), "")
-            if len(fitting) == 1:  # a tied leaf may also be another module's
-                break
-        at = fitting[0] if len(fitting) == 1 else first
-        return at, [path for path in paths if not path.startswith(at)] if at else []
+        """The module's path in its plan, with a dot, and the paths of the plan's leaves outside the module.
 
-    def _paths_of(self, x: At | Tensor, paths: Sequence[str]) -> list[str]:
+        Both are empty if paths of the policy are in the module.
+        """
+        if self._is_own or self._plan is None or len(self._sources) == self._plan.spec.num_leaves:
+            return "", []
+        at = self._place_read()
+        return at, [path for path in self._plan.paths if not path.startswith(at)] if at else []
+
+    def _policy_of(self, home: Home | None, policy: Policy, what: str) -> tuple[Policy, bool]:
+        """Return the module's policy, and True if the paths in it are the module's."""
+        policy = home.policy if isinstance(home, Plan) else policy
+        if home is None or not policy.overrides:
+            return policy, False
+        alike = _policies_by_place(policy, home.spec, frozenset(tree.leaf_paths(self._spec)))
+        for fits in (self._has_shapes, self._was_read):
+            if len({known for _, known in alike.values()}) > 1:
+                alike = {at: x for at, x in alike.items() if fits(home, at, x[0])} or alike
+        policies = {known: ".".join(at) for at, (_, known) in alike.items()}
+        if len(policies) > 1:
+            raise ValueError(
+                f"{what}: modules of equal leaves have different policies ({' and '.join(map(repr, policies.values()))}"
+                "), and these tensors do not tell which one is called. Read parameters where it is called: "
+                "apply(params['net'], ...)"
+            )
+        if policies:
+            return next(iter(policies))
+        if at := self._place_read()[:-1]:
+            return policy.of(tuple(at.split(".")), names_in(tree.leaf_paths(home.spec)))
+        return replace(policy, cast_at=policy.casts_beside(("",), ())), False
+
+    def _has_shapes(self, home: Home, at: tuple[str, ...], first: int) -> bool:
+        paths = tree.leaf_paths(home.spec)[first:]
+        shape_of = dict(zip(paths, home.shapes[first:], strict=True))
+        names = enumerate(tree.leaf_paths(self._spec))
+        return all(shape_of[tree.joined(*at, name)] == tuple(self.like(number).shape) for number, name in names)
+
+    def _was_read(self, home: Home, at: tuple[str, ...], first: int) -> bool:
+        return all(tree.joined(*at, name) in paths for name, paths in self._paths_read() if paths)
+
+    def _paths_read(self) -> Iterator[tuple[str, list[str]]]:
+        """Yield each leaf's name in the module, and its paths in the plan, if they are known."""
         plan = self._plan
-        assert plan is not None
-        if isinstance(x, At):
-            return [paths[x.number]] if x.tape.plan is plan else []
-        slots = [tape.slot_of(unwrapped(x)) for tape in self._tapes if tape.plan is plan]
-        return [path for path, number in zip(paths, plan.leaves, strict=True) if plan.slots[number] in slots]
+        for name, x in zip(tree.leaf_paths(self._spec), self._given, strict=True):
+            if plan is None or (isinstance(x, At) and x.tape.plan is not plan):
+                yield name, []
+            elif isinstance(x, At):
+                yield name, [plan.paths[x.number]]
+            else:
+                slots = [
+                    tape.slot_of(y) or tape.slot_at(y)
+                    for tape in self._tapes
+                    if tape.plan is plan
+                    for y in [unwrapped(x)]
+                ]
+                yield name, [path for path, n in zip(plan.paths, plan.leaves, strict=True) if plan.slots[n] in slots]
+
+    def _place_read(self) -> str:
+        """The place of most leaves, with a dot; "" if no path ends with a leaf's name."""
+        votes = Counter[str]()
+        for name, paths in self._paths_read():
+            votes.update(path.removesuffix(name) for path in paths if path.endswith(f".{name}"))
+        return max(votes, key=votes.__getitem__, default="")
 
     def versions(self) -> list[int | None]:
         """Numbers of writes; None for gathered leaves, or if torch counts no writes."""

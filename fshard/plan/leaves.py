@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 
@@ -14,19 +15,20 @@ from ..core.storage import address, byte_range, share_elements
 from ..layout.layout import Leaf
 
 _MODULE = "Give its parameters: apply, params, buffers = fshard.module.functionalize(module)."
+_NODE = (
+    "Make it a tensor, or a field fshard.tree.static() of its node; or make its class a node: @fshard.tree.node, or "
+    "register its type as a pytree node (optree, or torch.utils._pytree.register_dataclass)."
+)
 
 
 def check_tensors(flat: Sequence[object], paths: Sequence[str]) -> None:
     """Raise ValueError unless leaves are dense plain tensors."""
     if twice := [path for path, number in Counter(paths).items() if number > 1]:
-        raise ValueError(
-            f"two leaves have the path {twice[0]!r}: keys with dots, or 1 and '1', look alike. Rename one."
-        )
+        raise ValueError(f"two leaves have the path {twice[0]!r}: keys with dots, or 1 and '1', look alike. Rename one")
     for path, leaf in zip(paths, flat, strict=True):
         if not isinstance(leaf, Tensor):
-            known = _MODULE if hasattr(leaf, "named_parameters") else "Make it a tensor, or register its type "
-            more = "" if known is _MODULE else "as a pytree node (optree, or torch.utils._pytree.register_dataclass)."
-            raise ValueError(f"leaf {path!r}: expected a tensor, got {type(leaf).__name__}. {known}{more}")
+            remedy = _MODULE if hasattr(leaf, "named_parameters") else _NODE
+            raise ValueError(f"leaf {path!r}: expected a tensor, got {type(leaf).__name__}. {remedy}")
         if hasattr(leaf, "__tensor_flatten__"):  # tensors with inner tensors, as DTensor
             raise ValueError(
                 f"leaf {path!r}: expected a plain tensor, got a {type(leaf).__name__}, which holds other tensors. "
@@ -90,38 +92,43 @@ def is_differentiable(leaf: Tensor | Leaf) -> bool:
 def read_frozen(
     flat: Sequence[Tensor], places: Sequence[int], paths: Sequence[str], picked: Sequence[bool]
 ) -> list[bool]:
-    """True for every frozen leaf: `picked` by `frozen=`, or frozen by the tree itself.
+    """True for every frozen leaf: `picked` by `frozen=`, under any of its paths, or frozen by the tree itself.
 
     If any floating leaf requires a gradient, the tree freezes parameters without `requires_grad` (a tied leaf if none
     of its occurrences requires a gradient). Otherwise the tree freezes no leaf. Integer leaves never train.
 
     ValueError for an unpicked plain tensor next to parameters, and for a picked leaf with `requires_grad` next to a
-    parameter without it.
+    parameter without it. Warns of a leaf that trains, picked under some of its paths.
     """
+    chosen = {place: path for place, path, is_picked in zip(places, paths, picked, strict=True) if is_picked}
     says: dict[int, int] = {}  # by a leaf's first occurrence
     for leaf, place in zip(flat, places, strict=True):
         if is_differentiable(leaf):
-            says[place] = max(says.get(place, _NOTHING), _said(leaf))
+            said = _TRAINS if leaf.requires_grad else _STILL if isinstance(leaf, nn.Parameter | nn.Buffer) else _NOTHING
+            says[place] = max(says.get(place, _NOTHING), said)
     trained, still = ([i for i, said in says.items() if said == word] for word in (_TRAINS, _STILL))
-    plain = [paths[i] for i, said in says.items() if said == _NOTHING and not picked[i]]
-    if plain and (decided := [paths[i] for i in (*trained, *still) if not picked[i]]):
+    plain = [paths[i] for i, said in says.items() if said == _NOTHING and i not in chosen]
+    if plain and (decided := [paths[i] for i in (*trained, *still) if i not in chosen]):
         raise ValueError(
             f"leaves {listed(plain)}: {len(plain)} of {len(says)} are plain tensors beside a module's parameters "
             f"({decided[0]!r}), and nothing says whether they train. To train x, give nn.Parameter(x), or "
             "x.requires_grad_(); to freeze it, name it in frozen=, or give nn.Parameter(x, requires_grad=False). Plain "
             "tensors alone all train: tree.map(torch.Tensor.detach, params)."
         )
-    if still and (other := [paths[i] for i in trained if picked[i]]):
+    if still and (other := [paths[i] for i in trained if i in chosen]):
         raise ValueError(
             f"frozen: leaf {other[0]!r} requires a gradient, while leaf {paths[still[0]]!r} of the same "
             "tree does not and is frozen for that: the tree says which leaves train, and frozen= says otherwise. "
             "Set requires_grad of the leaf to False, or give a tree of plain tensors (x.detach())."
         )
-    return [picked[i] or bool(trained and says.get(i) == _STILL) for i in places]
+    of_tree = {i for i in still if trained}
+    by_choice = says.keys() & chosen.keys() - of_tree
+    rows = zip(places, paths, picked, strict=True)
+    if tied := [(chosen[i], path) for i, path, is_picked in rows if i in by_choice and not is_picked]:
+        told = "frozen: leaf {!r} is the same tensor as {!r}, outside of frozen=, so both are frozen".format(*tied[0])
+        remedy = "To train one, clone it: tree.map(torch.clone, ...); else select both paths"
+        warnings.warn(f"{told} ({len(tied)} such leaves). {remedy}", stacklevel=4)
+    return [i in chosen or i in of_tree for i in places]
 
 
 _NOTHING, _STILL, _TRAINS = range(3)  # by itself, a leaf is undecided, frozen, or trained
-
-
-def _said(leaf: Tensor) -> int:
-    return _TRAINS if leaf.requires_grad else _STILL if isinstance(leaf, nn.Parameter | nn.Buffer) else _NOTHING

@@ -47,9 +47,7 @@ def _shard_axis(sizes: Collection[str]) -> str:
         return next(iter(sizes))
     if sizes and "shard" not in sizes:
         remedy = "Name one so, or say params_over=, grads_over= and state_over= in place of a strategy"
-        raise ValueError(
-            f"make_plan: the mesh has the axes {_texts(sizes)}: expected one, or an axis 'shard'. {remedy}"
-        )
+        raise ValueError(f"make_plan: the mesh has axes {_texts(sizes)}: expected one, or an axis 'shard'. {remedy}")
     return "shard"
 
 

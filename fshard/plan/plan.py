@@ -272,6 +272,11 @@ class Plan:
         """The dotted path of every leaf, in the order of use; tied leaves have several."""
         return tuple(tree.leaf_paths(self.spec))
 
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shape of every whole leaf."""
+        return [self.slots[n].shape for n in self.leaves]
+
     def container(self, spec: tree.Spec, first: int) -> Container:
         """Return the children of a container of structure `spec`; `first`: the number of its first leaf."""
         # a container and one inside may have the same first leaf

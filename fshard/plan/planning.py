@@ -82,7 +82,7 @@ def make_plan(
     are tied: they are stored once, and selected by any of their paths.
 
     - `whole`: these leaves stay whole on every rank.
-    - `frozen`: these leaves get no gradient and no optimizer state.
+    - `frozen`: these leaves get no gradient and no optimizer state. A tied leaf with a path outside is a warning.
     - `offload`: parameters, gradients and optimizer state of these leaves lie in host memory, where the optimizer
       updates them; the device of the mesh computes with them. The word "state" keeps only the optimizer state there:
       an update copies the state of one unit after the other to the device and back.
@@ -199,8 +199,9 @@ def _kinds(
     # the word "state", unless a subtree has this name
     if on_host := wheres["offload"] == "state" and "state" not in map(str, tree.names(spec)):
         wheres = {**wheres, "offload": None}
-    is_whole, is_frozen, is_host = (claim_leaves(params, spec, origins, where, name) for name, where in wheres.items())
-    is_frozen = read_frozen(flat, origins, tree.leaf_paths(spec), is_frozen)
+    is_whole, is_host = (claim_leaves(params, spec, origins, wheres[name], name) for name in ("whole", "offload"))
+    picked = claim_leaves(params, spec, range(len(flat)), wheres["frozen"], "frozen")  # by path
+    is_frozen = read_frozen(flat, origins, tree.leaf_paths(spec), picked)
     dtypes = precisions([leaf.dtype for leaf in flat], claim_policies(params, spec, origins, policy), policy)
     trains = [is_differentiable(leaf) and not still for leaf, still in zip(flat, is_frozen, strict=True)]
     axis_of = {i: split.axis for i, split in splits.items()}

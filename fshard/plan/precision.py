@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core import tree
 from ..core.arguments import check_flags, check_word, shown, wrong
-from ..core.patterns import matches, names_in
+from ..core.patterns import matches
 from ..core.tree import Tree
 
 Dtype = torch.dtype | str | None
@@ -114,19 +114,29 @@ class Policy:
         dtypes = {name: getattr(self, name) or getattr(other, name) for name in _DTYPES}
         return Policy(**dtypes, cast_inputs=self.cast_inputs and other.cast_inputs)
 
-    def of(self, place: str) -> Policy:
-        """Return the policy of the module whose parameters are the subtree at `place`. `cast_at` has the plan's paths.
+    def of(self, place: tuple[str, ...], names: Container[str]) -> tuple[Policy, bool]:
+        """Return the policy of the module at `place`, and True if an override selects it: paths are then in the module.
 
-        >>> Policy.parse("a: compute=bf16; a.norm: compute=f32; b: compute=f16").of("a")
-        Policy('compute=bf16; norm: compute=f32')
+        `names`: of all subtrees, by `names_in`.
+
+        >>> Policy.parse("a: compute=bf16; a.norm: compute=f32; b: compute=f16").of(("a",), {"a", "a.norm", "b"})
+        (Policy('compute=bf16; norm: compute=f32'), True)
         """
-        pairs = [(where, policy) for where, policy in self.overrides if isinstance(where, str)]
-        around = [policy for where, policy in pairs if any(_rest(where, name) == "" for name in names_in([place]))]
-        if not around:
-            return self
-        inside = tuple((path, policy) for where, policy in pairs if (path := _rest(where, place)))
-        cast_at = [f"{place}.{rest}" if (rest := _rest(path, place)) else path for path in self.cast_at]
-        return replace(around[0].over(self), cast_at=tuple(cast_at), overrides=inside)
+        pairs = [(where, policy, _rest(str(where), place, names)) for where, policy in self.overrides]
+        around = [place[:n] for n in range(1, len(place) + 1)]
+        selecting = [policy for where, policy, _ in pairs if any(_rest(str(where), top, names) == "" for top in around)]
+        if not selecting:
+            inside = ((where, policy) for where, policy, rest in pairs if rest is not None or "**" in str(where))
+            return replace(self, cast_at=self.casts_beside(place, names), overrides=tuple(inside)), False
+        cast_at = tuple(filter(None, (_rest(path, place, names) for path in self.cast_at)))
+        return replace(
+            selecting[0].over(self), cast_at=cast_at, overrides=tuple((x, policy) for _, policy, x in pairs if x)
+        ), True
+
+    def casts_beside(self, place: tuple[str, ...], names: Container[str]) -> tuple[str, ...]:
+        """Return `cast_at` without the paths that overrides gave to modules elsewhere."""
+        tops = tuple(f"{where}." for where, _ in self.overrides)
+        return tuple(x for x in self.cast_at if not x.startswith(tops) or _rest(x, place, names) is not None)
 
     def cast(self, x: Tree, to: str) -> Tree:
         """Cast the real floating tensors of a tree to the dtype named `to` ("compute", say); other leaves stay.
@@ -160,16 +170,20 @@ def _with_inner(outer: Policy, where: WherePolicy, policy: Policy) -> Iterator[t
     patterns = [inner for inner, _ in policy.overrides]
     if not all(isinstance(x, str) for x in [where, *patterns]) and (patterns or policy.cast_at):
         raise TypeError(f"policy: {where!r}: expected patterns above and in a policy with paths of its own: {policy}")
+    if policy.cast_at and "**" in str(where):
+        raise ValueError(f"policy: {where!r}: cast_at: expected a pattern of modules without `**`")
     for inner, override in policy.overrides:
         yield f"{where}.{inner}", override.over(policy)
     yield where, replace(policy, cast_at=(), overrides=())
 
 
-def _rest(pattern: str, place: str) -> str | None:
+def _rest(pattern: str, place: tuple[str, ...], names: Container[str]) -> str | None:
     """Return the part of a pattern below `place`; None if its beginning, without `**`, is no pattern of `place`."""
-    parts, names = pattern.split("."), place.split(".")
-    first, rest = parts[: len(names)], parts[len(names) :]
-    fits = "**" not in first and matches(names, ".".join(first), names_in([place]))
+    at, parts = ".".join(place), pattern.split(".")
+    if not place or f"{pattern}.".startswith(f"{at}."):
+        return pattern[len(at) :].removeprefix(".")
+    first, rest = parts[: len(place)], parts[len(place) :]
+    fits = pattern not in names and "**" not in first and matches(place, ".".join(first), names)
     return ".".join(rest) if fits else None
 
 

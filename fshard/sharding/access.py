@@ -43,6 +43,9 @@ class ReadsTape(Protocol):
     def slot_of(self, x: Tensor) -> Slot | None:
         """Return the slot of a leaf; None if its unit is not in use."""
 
+    def slot_at(self, x: Tensor) -> Slot | None:
+        """Return the slot of the leaf in whose memory `x` begins; None if that is unknown."""
+
     def like(self, number: int) -> Tensor:
         """Return a tensor with a leaf's shape and dtype."""
 

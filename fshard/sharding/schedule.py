@@ -8,14 +8,14 @@ Note [Computed once]
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
 from typing import NamedTuple, TypeAlias
 
 from ..comm.mesh import Axes
 from ..core import tree
-from ..core.differences import Form, Wanted, differences
+from ..core.differences import Form, Wanted, differences, lacking
 from ..core.tracing import memo
 from ..core.tree import Tree
 from ..layout.layout import Layout
@@ -43,8 +43,17 @@ class View:
     room: int = 0  # bytes of gradients for which units share a tensor; 0: all units of a kind share one
 
     def __repr__(self) -> str:  # in optree's errors of trees that differ
-        plan = self.plan
-        return f"View({plan.policy!r}, over={self.over}, leaves={self.spec.num_leaves}, plan={plan.fingerprint[:8]})"
+        plan = f"{self.plan.policy!r}, leaves={self.spec.num_leaves}, plan={self.plan.fingerprint[:8]}"
+        return f"View({plan}, over={self.over}; fshard.tree.map says how two differ)"
+
+    def unlike(self, other: View) -> str:
+        """Say how `other` differs, and the remedy."""
+        trees = (tree.unflatten(x.spec, [0] * x.spec.num_leaves) for x in (self, other))
+        if text := lacking([*self.by_name()], [*other.by_name()]) or tree.unlike(*trees):
+            return text + ". params.trainable leaves frozen leaves out" * (self.spec == other.spec)
+        what = "plans" if self.plan != other.plan else "cuts or places in one plan"
+        how = "make one from the other, as tree.map(torch.clone, params['encoder']), or lay b out as a"
+        return f"the trees are of two {what}: {how}: a.replace({{'': b}})"
 
     def slots(self) -> list[Slot]:
         """The slot of every leaf; tied leaves share one."""
@@ -228,23 +237,10 @@ def _claims(plan: Plan) -> list[tuple[int, str]]:
     return [(unit, part(path, unit)) for path, unit in zip(plan.paths, plan.claims, strict=True)]
 
 
-def _static(x: Tree, path: str = "") -> Iterator[tuple[str, object]]:
-    children, metadata = tree.opened(x)
-    if children is not None and not isinstance(x, dict | list | tuple):
-        yield path, metadata
-    for name, child in children or ():
-        yield from _static(child, tree.joined(path, str(name)))
-
-
 def check_static(spec: tree.Spec, x: Tree, at: str = "") -> None:
     """ValueError if a node of `x` has other static fields than in the tree `spec`."""
-    expected = dict(_static(tree.unflatten(spec, [0] * spec.num_leaves), at))
-    for path, metadata in _static(x, at):
-        if path in expected and expected[path] != metadata:
-            raise ValueError(
-                f"{path or 'the tree'!r}: expected the static fields {expected[path]}, got {metadata}. The plan "
-                "has these fields: make a plan of this tree"
-            )
+    if text := tree.unlike(tree.unflatten(spec, [0] * spec.num_leaves), x, at):
+        raise ValueError(f"{text}. The plan has these fields: make a plan of this tree")
 
 
 def _with_zeros(x: Tree) -> Tree:

@@ -254,6 +254,8 @@ def extend(state: Tree, tx: TransformLike, params: Tree) -> Tree:
     """
     begun = as_transform(tx).init(params.for_state if isinstance(params, Parts) else params)
     mesh, origins = _mesh(begun, params), _old_keys(state, begun, params)
+    if mesh is None and (ranks := num_ranks(_mesh(state))) > 1:
+        raise ValueError(f"extend: params lie on one device, and the state on {ranks} ranks: make_plan(params, mesh)")
     src = None if mesh is None else 0
     old = gather_state(state, src)
     plain = {path: x for path, x in tree.paths_to(begun, Parts) if isinstance(x, Tensor)}

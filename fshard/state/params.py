@@ -63,8 +63,8 @@ def state_dict(x: Sharded, rank: int | None = None, dtensors: bool = False) -> d
 
 def rows_in_order(x: Sharded) -> list[Row[Slot]]:
     """Return the rows that have leaves of `x`, in the order of use."""
-    rows, mine = x.view.rows, {*x.view.by_name().values()}
-    return [rows[place] for place in x.plan.rows if place in rows and not mine.isdisjoint(rows[place].leaves)]
+    rows, slots = x.view.rows, {*x.view.by_name().values()}
+    return [rows[place] for place in x.plan.rows if place in rows and not slots.isdisjoint(rows[place].leaves)]
 
 
 def load_state_dict(

@@ -56,6 +56,10 @@ class _Whole:
     def tree(self, values: Mapping[str, Tensor]) -> Tree:
         return unflatten(self.spec, [values[path] for path in self.places])
 
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [tuple(self.values[path].shape) for path in self.places]
+
 
 def _whole(params: Tree, frozen: Where, policy: Policy) -> _Whole:
     flat, spec = flatten(params)
@@ -170,7 +174,7 @@ def _rank_forward(
     live = {path: x.detach().to(whole.precision[path].compute).clone() for path, x in whole.values.items()}
     for path in whole.trained:
         live[path].requires_grad_()
-    with torch.enable_grad(), loss_of(policy, None):
+    with torch.enable_grad(), loss_of(policy, None, whole):
         out, (has_aux, with_extra) = loss_fn(whole.tree(live), *loss_args), returns
     loss, *more = out if has_aux or with_extra else (out,)  # (loss, extra, aux)
     extra = detached(more.pop(0)) if with_extra else None

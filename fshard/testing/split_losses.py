@@ -57,7 +57,8 @@ def same_loss(
     ...     return lambda p, x: all_reduce((x @ p["up"]) @ p["down"], mesh, "tensor").sum()
     >>> params, split = {"up": torch.ones(2, 6), "down": torch.ones(6, 2)}, {"up": ("tensor", 1), "down": ("tensor", 0)}
     >>> same_loss(loss, loss(None), params, torch.ones(3, 2), leaves=split)
-    >>> same_loss(lambda mesh: loss(None), loss(None), params, torch.ones(3, 2), leaves=split)
+    >>> unsummed = lambda mesh: lambda p, x: (x @ p["up"] @ p["down"]).sum()
+    >>> same_loss(unsummed, loss(None), params, torch.ones(3, 2), leaves=split)
     Traceback (most recent call last):
     AssertionError: same_loss: {'tensor': 2}, the params given: the loss: expected 72.0, got 36.0. A sum over ranks...
     """

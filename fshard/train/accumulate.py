@@ -41,7 +41,6 @@ T = TypeVar("T")
 class Recipe:
     """The arguments of `train_step`, and values of one step.
 
-    - `room`: as in `View`.
     - `built`: the arguments as text, with the state's step and seed.
     - `stamp`: a number made of step and seed (Note [Built alike] in `describe.py`).
     - `gathered`: with `keep_gathered`, gathered units until the last micro-batch ends; else None.

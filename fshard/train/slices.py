@@ -42,9 +42,7 @@ from .accumulate import Recipe, StepGradients, cut, joined_outcomes, num_rows, r
 def gradients_of_slices(recipe: Recipe, state: Tree, batch: Tree, args: Sequence[Tree]) -> StepGradients:
     params, plan = state.params, state.params.plan
     if plan.param_wire is not None or plan.grad_wire is not None:
-        raise ValueError(
-            "reduction='tree' with a wire: what it rounds depends on how many ranks there are. Use no wire."
-        )
+        raise ValueError("reduction='tree' with a wire: what it rounds depends on the number of ranks. Use no wire.")
     slices, rows, rank = _cut_slices(batch, recipe, params), num_rows(batch), rank_of(params)
     num = len(slices) * len(slices[0]) * num_ranks(plan.live_mesh())  # over all ranks
     first: list[Outcome] = []  # this rank's first outcome, with rank 0's first count

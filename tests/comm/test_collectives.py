@@ -800,3 +800,18 @@ def test_a_rank_has_one_number_along_axes(axis: Any) -> None:
         with pytest.raises(TypeError, match=r"rank_and_size: .*axis.*expected the name of an axis, or a tuple"):
             fshard.rank_and_size(mesh, axis)
     assert fshard.rank_and_size(fshard.AbstractMesh(replicate=2, shard=2, rank=2), ["shard", "replicate"]) == (1, 4)
+
+
+def test_over_two_axes_one_after_the_other() -> None:
+    """The order that the error of a tuple of axes names would mix the ranks' parts."""
+
+    def run(mesh: Any) -> None:
+        rank = 2 * mesh.get_local_rank("replicate") + mesh.get_local_rank("shard")
+        gathered, part = torch.tensor([rank]), torch.arange(4)
+        for axis in ("shard", "replicate"):
+            gathered = fshard.all_gather(gathered, mesh, axis)
+        for axis in ("replicate", "shard"):
+            part = fshard.reduce_scatter(part, mesh, axis)
+        assert (gathered.tolist(), part.tolist()) == ([0, 1, 2, 3], [4 * rank])
+
+    simulated(run, shard=2, replicate=2)

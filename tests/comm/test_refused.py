@@ -1,5 +1,9 @@
-"""What has another derivative than the sum over ranks is refused in a loss: `vary`, `total`, and torch's own calls."""
+"""What has another derivative than the sum over ranks is refused in a loss: `vary`, `total`, and torch's own calls.
 
+A collective without the loss's mesh is a warning.
+"""
+
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +66,51 @@ def test_it_is_right_outside_of_a_loss() -> None:
     (square,) = {round(x, 6) for *_, x in World(1, 2).run(run)}
     assert square == round(float(WHOLE["w"].square().sum()), 6)
     assert [x[:2] for x in World(2).run(run)] == [([2.0, 2.0], [1.0, 1.0])] * 2
+
+
+# by name: calls a collective of a mesh
+OF_A_MESH: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "all_reduce": lambda x, mesh: fshard.all_reduce(x, mesh, "shard"),
+    "all_gather": lambda x, mesh: fshard.all_gather(x, mesh, "shard"),
+    "reduce_scatter": lambda x, mesh: fshard.reduce_scatter(x, mesh, "shard"),
+    "all_to_all": lambda x, mesh: fshard.all_to_all(x, mesh, "shard"),
+    "shift": lambda x, mesh: fshard.shift(x, mesh, "shard"),
+    "broadcast": lambda x, mesh: fshard.broadcast(x, mesh, "shard"),
+}
+
+
+def told(call: str, name: str, axes: dict[str, int], mesh_of: Callable[[Any], Any]) -> list[str]:
+    """The warnings of two calls, each at the line of the collective: once for each line, as Python has it."""
+
+    def run(mesh: Any) -> None:
+        for _ in range(2):
+            CALLS[call](lambda p, x: OF_A_MESH[name](p["w"], mesh_of(mesh)).square().sum(), start(mesh))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        warnings.filterwarnings("ignore", ".*torch.jit.script")
+        World(axes=axes).run(run)
+    assert {(x.filename, x.lineno) for x in caught} <= {(__file__, OF_A_MESH[name].__code__.co_firstlineno)}
+    return [str(x.message) for x in caught]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", OF_A_MESH)
+def test_a_loss_that_leaves_its_mesh_out_is_warned(name: str, call: str) -> None:
+    """A loss that closes over `mesh = None` would train on each rank's own statistics, without a word."""
+    words = f"{name}: expected the loss's mesh of 2 ranks, got None: each rank takes its own value. Give the mesh"
+    messages = told(call, name, {"shard": 2}, lambda mesh: None)
+    assert {x.partition(" as an")[0] for x in messages} == {words}
+    assert len(messages) == 1 or call == "jit"  # a trace begins Python's count again
+    assert told(call, name, {"shard": 1}, lambda mesh: None) == []
+
+
+@pytest.mark.parametrize("name", OF_A_MESH)
+def test_a_mesh_of_one_rank_is_no_mesh_left_out(name: str) -> None:
+    """Who sums along an axis of one rank, or outside of a loss, would be warned of what is meant."""
+    assert told("step", name, {"replicate": 2, "shard": 1}, lambda mesh: mesh["shard"]) == []
+    with warnings.catch_warnings(action="error"):
+        World(2).run(lambda mesh: OF_A_MESH[name](torch.ones(2), None))
 
 
 def every(x: Tensor) -> dict[str, Callable[[], object]]:

@@ -17,6 +17,7 @@ from support.graphs import (
     mean,
     params,
     state_of,
+    targets,
 )
 from support.models import STRATEGIES, same_bits
 from support.steps import EXACT
@@ -181,6 +182,8 @@ def test_small_collectives_are_merged_without_being_asked():
         merged, plain = eager(step).lower(*args), eager(step, bucket=0).lower(*args)
         counts = [sum(traffic.count for traffic in lowered.collectives()) for lowered in (merged, plain)]
         assert counts[0] < counts[1] / 2
+        rooms = [targets(lowered.graph)["fshard.room"] for lowered in (merged, plain)]
+        assert rooms[0] < rooms[1] / 2, "no peer reads the memory of what is merged"
         is_right(merged, step, *args)
 
     simulated(law)

@@ -2,12 +2,14 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
 from support.graphs import EVERYTHING, graph_of
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fshard
 from fshard.compiler.donate import donated
@@ -103,3 +105,23 @@ def test_four_times_the_units_cost_four_times_as_much():
     few, many = (costs(units) for units in (FEW, 4 * FEW))
     ratios = {part: many[part] / few[part] for part in few}
     assert max(ratios.values()) < 4, ratios
+
+
+class Asked(TorchDispatchMode):
+    """Counts questions for a tensor's device, under the modes of a trace."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+        self.count += func is torch.ops.prim.device.default
+        return func(*args, **kwargs or {})
+
+
+def test_a_trace_spends_little_on_what_changes_nothing():
+    """Operators asked for devices through all modes and listed their arguments."""
+    _, state = traced(FEW)
+    lower = partial(graph_of, fshard.train_step(loss, fshard.optim.adamw(1e-3)), state, torch.empty(3, 4))
+    with Asked() as asked:
+        lower()
+    assert asked.count == 0
+    assert calls(lower, fshard.tree.leaves) <= 3 * FEW

@@ -21,6 +21,7 @@ import fshard
 from fshard import optim
 from fshard.compiler.regions import Region, are_alike, driver, regions
 from fshard.core.tree import tensors
+from fshard.graph.inspect import operator
 
 
 def by_block(step: Callable[..., Any]) -> Callable[[Any, Tensor], fshard.Mean]:
@@ -88,19 +89,45 @@ def names_in(text: str) -> list[str]:
     return re.findall(r"region_\d+(?=\()", text)
 
 
-@pytest.mark.parametrize("called", BLOCKS)
+@pytest.mark.parametrize(("called", "how"), [*((called, {"bucket": 0}) for called in BLOCKS), ("plain", {})])
 @pytest.mark.parametrize("plan", ["full", "keep", "bf16", "frozen", "whole"])  # which have a collective between layers
-def test_compiling_does_not_grow_with_depth(plan: str, called: str) -> None:
+def test_compiling_does_not_grow_with_depth(plan: str, called: str, how: dict[str, int]) -> None:
     """Each layer would be compiled once more."""
 
     def job(mesh: Any, layers: int) -> list[str]:
         step, state = started(mesh, layers, plan, called)
-        module = fshard.jit(step, bucket=0).lower(state, batch(mesh.get_rank())).traced.module
-        return names_in(driver(module, regions(module), emptied).code)
+        module = fshard.jit(step, **how).lower(state, batch(mesh.get_rank())).traced.module
+        parts = regions(module)
+        computed = [[operator(x) for x in part.graph.nodes] for part in parts if isinstance(part, Region)]
+        assert all({*names} - {"output", "new_empty"} for names in computed), "a region that only allocates"
+        return names_in(driver(module, parts, emptied).code)
 
     few, many = (simulated(job, layers)[0] for layers in (3, 5))
     assert len({*few}) == len({*many})
     assert len(many) > len(few)
+
+
+def test_merged_units_are_compiled_once() -> None:
+    """A region would have all units of a merged gather, and take longer to compile with each."""
+
+    def job(mesh: Any, layers: int) -> int:
+        step, state = started(mesh, layers, "full", "plain")
+        parts = parts_of(step, state, batch(mesh.get_rank()))
+        return sum(map(len, {part.key for part in parts if isinstance(part, Region)}))
+
+    few, many = (simulated(job, layers)[0] for layers in (3, 5))
+    assert few == many
+
+
+def test_parts_of_one_unit_are_read_in_one_region() -> None:
+    """A unit with frozen leaves has two merged gathers: a product and the sum after it would be compiled apart."""
+
+    def job(mesh: Any, plan: str) -> int:
+        step, state = started(mesh, 3, plan, "plain")
+        return sum(isinstance(part, Region) for part in parts_of(step, state, batch(mesh.get_rank())))
+
+    plain, frozen = (simulated(job, plan) for plan in ("full", "frozen"))
+    assert plain == frozen
 
 
 @settings(max_examples=2, deadline=None)

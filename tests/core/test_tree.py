@@ -251,6 +251,81 @@ def test_sharded_trees_of_other_plans_do_not_mix():
             tree_map(torch.add, one, other)
 
 
+@tree.node
+class Activated:
+    """A matrix and a function."""
+
+    w: torch.Tensor
+    act: Any = tree.static(torch.tanh)
+
+
+def sharded(whole: Any, **options: Any) -> fshard.Sharded:
+    """A tree by a plan of its own."""
+    return fshard.shard_params(whole, fshard.make_plan(whole, **options))
+
+
+def test_two_trees_with_other_static_fields_say_which():
+    """The error would print two equal texts, and a reader would look for the difference in vain."""
+    one, other = ({"l": [Activated(counting(2), lambda x: x)]} for _ in range(2))
+    for make in (lambda x: x, sharded, lambda x: {"p": sharded(x)["l"]}):
+        with pytest.raises(ValueError, match=r"'(p': ')?(l\.)?0': expected the static fields .*lambda.*, got .*lambda"):
+            tree.map(torch.add, make(one), make(other))
+    with pytest.raises(ValueError, match=r"plan=(\w+), .*fshard.tree.map says how two differ.*plan=\1"):
+        optree.tree_map(torch.add, sharded(one), sharded(other))
+    with pytest.raises(ValueError, match="dictionary key mismatch"):  # optree's own error says enough
+        tree.map(torch.add, {"a": sharded(one)}, {"b": sharded(one)})
+
+
+def test_two_trees_of_two_plans_say_how_to_make_them_alike():
+    """A target beside a part of a joint tree would be an error without a remedy, or the remedy would not work."""
+    joint = sharded({"encoder": {"w": counting(2), "b": counting(3)}, "head": counting(1)}, units="*")
+    encoder, own = joint["encoder"], sharded({"w": counting(2) + 1, "b": counting(3)})
+    for a, b, what in (
+        (encoder, own, "plans"),
+        (own, encoder, "plans"),
+        (own.with_policy("compute=bf16"), own, "plans"),
+        (encoder["w"], sharded(torch.ones(2)).replace({"": encoder["w"]}), "plans"),
+    ):
+        with pytest.raises(ValueError, match=rf"of two {what}: .*tree.map\(torch.clone.* a.replace\(\{{'': b\}}\)"):
+            tree.map(torch.sub, {"x": a}, {"x": b})
+        for like in (a.replace({"": b}), tree.map(torch.clone, a)):
+            assert tree.paths(tree.map(torch.sub, a, like)) == tree.paths(a)
+    moved = fshard.gather_params(tree.map(torch.sub, encoder, encoder.replace({"": own})))
+    assert same_bits(moved, {"w": -torch.ones_like(counting(2)), "b": torch.zeros_like(counting(3))})
+
+
+def test_two_trees_of_other_leaves_name_them():
+    """Parameters beside gradients without the frozen leaves would be an error without a remedy."""
+    params = sharded({"a": counting(2), "b": counting(2)}, frozen="a")
+    grads = fshard.value_and_grad(lambda p: (p["a"] * p["b"]).sum())(params)[1]
+    with pytest.raises(ValueError, match=r"it lacks \['a'\] and has nothing besides\. params\.trainable"):
+        tree.map(torch.add, params, grads)
+    assert tree.map(torch.add, params.trainable, grads).tensors[0].shape == grads.tensors[0].shape
+    with pytest.raises(ValueError, match=r"'x': it lacks \['a', 'b'\] and has \['c'\] besides$"):
+        tree.map(torch.add, {"x": params}, {"x": sharded({"c": counting(2)})})
+
+
+def test_trees_in_two_places_say_so():
+    """Trees of one plan, cut over other axes or from other places, would get an error of many pages."""
+
+    def run(mesh: Any) -> None:
+        whole = {"a": torch.ones(2, 2), "b": [torch.ones(2), torch.ones(2)]}
+        params = fshard.shard_params(whole, fshard.make_plan(whole, mesh, strategy="zero2"))
+        grads = fshard.value_and_grad(lambda p: p["a"].sum() + sum(x.sum() for x in p["b"]))(params)[1]
+        for one, other in ((params, grads), (params["b"][0], params["b"][1])):
+            with pytest.raises(ValueError, match=r"of two cuts or places in one plan: .*a\.replace"):
+                tree.map(torch.add, one, other)
+            tree.map(torch.add, one, one.replace({"": other}))
+        states = [
+            fshard.optim.muon(0.1).init(fshard.shard_params(x, fshard.make_plan(x, mesh)))
+            for x in (whole, [whole["a"]])
+        ]
+        with pytest.raises(ValueError, match=r"^expected the static fields .{,200}, got .{,200} \(a lambda"):
+            tree.map(torch.add, *states)
+
+    simulated(run, shard=2)
+
+
 def test_a_dataclass_of_optree_alone_is_a_node():
     """A dataclass known to one of the two registries would be a leaf."""
     spec = tree.flatten([Linear(1, 2), Norm(3, None), {"n": Norm(4, [5])}])[1]

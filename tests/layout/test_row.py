@@ -1,5 +1,6 @@
 """Rows: the spans of one rank, and what moves between two layouts, without a list of all ranks."""
 
+import sys
 from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
@@ -164,3 +165,20 @@ def test_a_rank_does_not_list_all_ranks() -> None:
     155 MB of a model of 70B parameters, to take a norm."""
     for few, many in zip(_of_many(64), _of_many(8192), strict=True):
         assert many <= 1.1 * few + 200
+
+
+def test_a_graph_lays_out_its_leaves_once() -> None:
+    """A step of many small units would spend its time on the places of their leaves."""
+
+    def rows() -> int:
+        made = list[object]()
+        sys.setprofile(lambda frame, event, _: made.append(frame.f_code) if event == "call" else None)
+        try:
+            torch.ops.fshard.put(place, [torch.ones(2)], [1], False)
+        finally:
+            sys.setprofile(None)
+        return made.count(Row.__init__.__code__)
+
+    place = torch.empty(4)
+    rows()
+    assert (rows(), place.tolist()) == (0, [0.0, 1.0, 1.0, 0.0])

@@ -217,5 +217,5 @@ def test_leaves_on_two_meshes() -> None:
         loss = lambda p, q: apply({"0": p["0"], "1": q["1"]}, buffers, torch.ones(2, 3))[0].sum()  # noqa: E731
         fshard.evaluate(loss)(first, second)
 
-    with pytest.raises(ValueError, match=r"batch norms: expected leaves of plans on one mesh, got the meshes \[\(\), "):
+    with pytest.raises(ValueError, match=r"batch norms: expected leaves of plans on one mesh, got meshes \[\(\), "):
         simulated(run, shard=2)

@@ -438,6 +438,20 @@ def test_trees_that_do_not_fit_are_errors():
         apply(fshard.shard_params(params, fshard.make_plan(params)), buffers, tokens)
 
 
+def test_a_target_that_the_loss_closes_over():
+    """Inside of a loss, "call it in a loss" would help nobody."""
+    apply, params, buffers = functionalize(nn.Linear(2, 1))
+    target = fshard.shard_params(params, fshard.make_plan(params))
+
+    def loss(params: Any, x: Tensor, *given: Any) -> Tensor:
+        return sum(apply(p, buffers, x)[0].sum() for p in (params, *(given or [target])))
+
+    for run in (fshard.evaluate, fshard.predict, fshard.value_and_grad):
+        with pytest.raises(TypeError, match=r"Linear: params=.* Sharded: .* Pass it to the step as one more argument"):
+            run(loss)(target, torch.ones(1, 2))
+    assert fshard.evaluate(loss)(target, torch.ones(1, 2), target) == 2 * apply(params, buffers, torch.ones(1, 2))[0]
+
+
 def test_a_submodule_is_of_no_use_outside_of_a_call():
     """A submodule that was kept would compute with tensors of no call."""
     apply, params, buffers = functionalize(Keeps())

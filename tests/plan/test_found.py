@@ -88,7 +88,7 @@ def test_the_only_axis_has_any_name() -> None:
         plan = fshard.make_plan(params, AbstractMesh(**sizes))
         assert (plan.params_over, plan.grads_over, plan.state_over) == ((axis,),) * 3
     assert fshard.make_plan(params).params_over == ()
-    words = "make_plan: the mesh has the axes 'a', 'b': expected one, or an axis 'shard'"
+    words = "make_plan: the mesh has axes 'a', 'b': expected one, or an axis 'shard'"
     with pytest.raises(ValueError, match=re.escape(words)):
         fshard.make_plan(params, AbstractMesh(a=2, b=2), params_over="a", grads_over="a")
     fshard.make_plan(params, AbstractMesh(a=2, b=2), params_over="a", grads_over="a", state_over="a")

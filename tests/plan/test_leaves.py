@@ -1,6 +1,8 @@
 """Leaves that are one tensor (tied), leaves that share memory in other ways, and leaves that are frozen."""
 
+import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -283,7 +285,56 @@ def test_what_selects_one_place_of_a_tied_leaf_selects_the_leaf(option: str, pla
             "policy": kind.precision.compute == torch.bfloat16,
         }[option]
 
-    simulated(run, shard=2)
+    with pytest.warns(UserWarning, match="is the same tensor as") if option == "frozen" else nullcontext():
+        simulated(run, shard=2)
+
+
+PLAYER = {"blocks": [{"w": torch.ones(3, 2)}, {"w": torch.ones(3, 2)}], "steps": torch.tensor(1)}
+STILL = nn.Parameter(torch.ones(2), requires_grad=False)
+# params, `frozen`, and the two paths, number of leaves in the warning, if any
+CHOICES: dict[str, tuple[Any, Any, tuple[str, str, int] | None]] = {
+    "a reference": (
+        {"actor": PLAYER, "critic": torch.ones(2), "reference": PLAYER},
+        ["reference"],
+        ("reference.blocks.0.w", "actor.blocks.0.w", 2),
+    ),
+    "the first place": (
+        {"actor": PLAYER, "reference": PLAYER},
+        "actor",
+        ("actor.blocks.0.w", "reference.blocks.0.w", 2),
+    ),
+    "one block": (
+        {"actor": PLAYER, "reference": PLAYER},
+        lambda path, part: path == "reference.blocks.1",
+        ("reference.blocks.1.w", "actor.blocks.1.w", 1),
+    ),
+    "three places": (dict.fromkeys("abc", PLAYER["blocks"][0]), ["a", "b"], ("b.w", "c.w", 1)),
+    "both places": ({"actor": PLAYER, "reference": PLAYER}, ["reference", "actor"], None),
+    "all": ({"actor": PLAYER, "reference": PLAYER}, "**", None),
+    "a clone": ({"actor": PLAYER, "reference": tree.map(torch.clone, PLAYER)}, ["reference"], None),
+    "without frozen": ({"actor": PLAYER, "reference": PLAYER}, None, None),
+    "integers alone": ({"a": PLAYER["steps"], "b": PLAYER["steps"], "w": torch.ones(1)}, "a", None),
+    "frozen by the tree": ({"a": STILL, "b": STILL, "w": nn.Parameter(torch.ones(1))}, "a", None),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_leaf_that_is_frozen_by_its_tie_is_told(name: str) -> None:
+    """An actor that shares its tensors with a frozen reference would not train, without a word."""
+    params, frozen, words = CHOICES[name]
+
+    def run(mesh: Any) -> Any:
+        return fshard.make_plan(params, mesh, frozen=frozen)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plans = simulated(run, shard=2)
+    assert len(caught) == (0 if words is None else len(plans))  # one for each plan
+    for each in caught:
+        named, other, number = words
+        expected = f"frozen: leaf {named!r} is the same tensor as {other!r}, outside of frozen=, so both are frozen"
+        assert str(each.message).startswith(f"{expected} ({number} such leaves). To train one, clone it")
+        assert (each.filename, each.lineno) == (__file__, run.__code__.co_firstlineno + 1)
 
 
 def test_ties_of_meta_tensors() -> None:

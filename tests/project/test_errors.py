@@ -246,7 +246,7 @@ def meshes_that_do_not_fit(mesh: Any) -> None:
     """Real meshes without axis names, with other names, and of another size."""
     says(lambda: sharded(init_device_mesh("cpu", (2,))), ValueError, "no axis names", "mesh_dim_names=('shard',)")
     other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("model", "data"))
-    says(lambda: sharded(other), ValueError, "the axes 'model', 'data'", "or an axis 'shard'", "say params_over=")
+    says(lambda: sharded(other), ValueError, "has axes 'model', 'data'", "or an axis 'shard'", "say params_over=")
     says(lambda: fshard.all_gather(torch.ones(2), mesh, "model"), ValueError, "no axis 'model'", "it has 'shard'")
     two = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     says(lambda: sharded(two).plan.on(mesh), ValueError, "'replicate': 2", "{'shard': 2}", "make the plan again")

@@ -38,6 +38,7 @@ STEP = fshard.train_step(loss, TX)
 X = torch.ones(1, 3)
 SCALER = fshard.DynamicLossScale(8.0)
 FOUND = torch.zeros(())
+MEAN = fshard.Mean(FOUND, 1)
 MODULE = nn.Linear(2, 2)
 INFERENCE = torch.inference_mode()
 
@@ -86,6 +87,11 @@ WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
     "params=class": (lambda: fshard.make_plan(nn.Linear), V, ("leaf ''", "expected a tensor", "got type")),
     "params=Sharded": (lambda: fshard.make_plan(SHARDED), T, ("params=", "Sharded", "whole tensors", "gather_params")),
     "params=Plan": (lambda: fshard.make_plan(PLAN), T, ("params=", "Plan", "whole tensors", "order")),
+    "a number": (
+        lambda: leaf(0.5),
+        V,
+        ("leaf 'b.0'", "got float", "fshard.tree.static()", "@fshard.tree.node", "optree"),
+    ),
     "numpy": (lambda: leaf(X.numpy()), V, ("leaf 'b.0'", "expected a tensor", "got ndarray")),
     "sparse": (lambda: leaf(torch.eye(2).to_sparse()), V, ("leaf 'b.0'", "dense", "sparse_coo", ".to_dense()")),
     "quantised": (
@@ -117,7 +123,7 @@ WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
     "grads_over=True": (lambda: plan(grads_over=True), T, ("grads_over=True", "the name of an axis", "or ()")),
     "strategy=fsdp": (lambda: plan(strategy="fsdp"), V, ("strategy='fsdp'", "one of 'ddp', 'zero1'")),
     "params_over=0": (lambda: plan(params_over=0), T, ("params_over=0", "the name of an axis")),
-    "policy=16": (lambda: plan(policy=16), T, ("policy", "a Policy, or words", "got 16")),
+    "policy=16": (lambda: plan(policy=16), T, ("policy", "a Policy, words", "got 16")),
     "policy=word": (lambda: plan(policy="bf16"), V, ("policy: 'bf16'", "expected one of storage", "compute=bf16")),
     "policy=unknown": (lambda: plan(policy="compute=bf17"), V, ("policy: compute='bf17'", "not a floating dtype")),
     "policy=maybe": (lambda: plan(policy="cast_inputs=maybe"), V, ("cast_inputs='maybe'", "'yes'", "'no'")),
@@ -169,6 +175,17 @@ WRONG: dict[str, tuple[Call, type[Exception], tuple[str, ...]]] = {
         lambda: fshard.evaluate(lambda p: fshard.Mean(p["w"].sum(), torch.ones(3)))(SHARDED),
         V,
         ("the count of a Mean", "0-d", "shape (3,)"),
+    ),
+    "Mean ** 0.5": (
+        lambda: fshard.evaluate(lambda p: fshard.Mean(p["w"].sum(), 3) ** 0.5)(SHARDED),
+        T,
+        ("a Mean", "all_reduce total and count", "recipes.md, Statistics of all ranks' rows"),
+    ),
+    "Terms / Mean": (lambda: (MEAN + MEAN) / MEAN, T, ("a Mean", "all_reduce total and count")),
+    "Mean of a Mean": (
+        lambda: fshard.evaluate(lambda p: fshard.Mean(fshard.Mean(p["w"].sum(), 3), 1))(SHARDED),
+        V,
+        ("the loss function", "got a Mean", "all_reduce total and count", "recipes.md"),
     ),
     "Mean('3')": (
         lambda: fshard.evaluate(lambda p: fshard.Mean("3", 3))(SHARDED),
@@ -599,6 +616,12 @@ def on_ranks(mesh: Any) -> None:
         ("all_gather(mesh, x)", lambda: fshard.all_gather(mesh, x, "shard"), ["mesh: expected a DeviceMesh", "tensor"]),
         ("axis", lambda: fshard.all_reduce(x, mesh, "model"), ["no axis 'model'", "'shard'"]),
         ("axis=0", lambda: fshard.all_reduce(x, mesh, 0), ["no axis 0", "'shard'"]),
+        *(
+            (call.__name__, partial(call, x, mesh, axes), [f"no axis {axes!r}", each])
+            for call in (fshard.all_gather, fshard.all_reduce, fshard.reduce_scatter)
+            for axes in (("replicate", "shard"), ["replicate", "shard"])
+            for each in ["once for each axis: all_gather for the last first, reduce_scatter for the first"]
+        ),
         ("op", lambda: fshard.all_reduce(x, mesh, "shard", op="prod"), ["op='sum', 'max', 'min'", "not 'prod'"]),
         *(
             (name, partial(fshard.all_reduce, {"a": x.to(dtype)}, mesh, "shard", op=name), [*words, str(dtype)])

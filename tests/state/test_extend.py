@@ -298,3 +298,16 @@ def test_added_leaves_share_no_count(name):
     later = range(STEPS, 2 * STEPS)
     old, new = stepped(tx, ready, state, later)[0], stepped(tx, late, tx.init(late), later)[0]
     torch.testing.assert_close(stepped(tx, ready | late, both, later)[0], old | new, rtol=1e-9, atol=1e-9)
+
+
+def test_a_plan_without_the_mesh() -> None:
+    """Each rank would go on alone, on its own data, in silence."""
+    params = {"w": rand(4, 3, seed=0)}
+
+    def run(mesh: Any) -> None:
+        state = optim.adam(0.1).init(fshard.shard_params(params, fshard.make_plan(params, mesh)))
+        alone = fshard.shard_params(params, fshard.make_plan(params))
+        with pytest.raises(ValueError, match=r"extend: params lie on one device, and the state on 2 ranks: make_plan"):
+            extend(state, optim.adam(0.1), alone)
+
+    simulated(run, shard=2)

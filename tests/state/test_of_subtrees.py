@@ -61,6 +61,7 @@ def test_a_subtree_has_its_own_names(tmp_path: Path, units: Any, strategy: str, 
 
 
 def test_on_processes(tmp_path: Path) -> None:
+    """Rank 0 writes one file, and all read it."""
     gloo(saved, str(tmp_path), ["actor.layers.*"], "zero3")
 
 

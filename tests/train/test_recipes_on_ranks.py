@@ -42,14 +42,14 @@ def is_near(got: Any, expected: Any) -> None:
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9, check_dtype=False)
 
 
-def on_ranks(loss_of: Callable[[Any], Any], params: Any, batch: Any, rows: Sequence[int]) -> list[Any]:
-    """Value and gradients of a loss that a page defines (given a mesh) on ranks with these rows, for each plan."""
+def on_ranks(loss: Callable[..., Any], params: Any, batch: Any, rows: Sequence[int]) -> list[Any]:
+    """Value and gradients of a page's loss, which takes its mesh, on ranks with these rows, for each plan."""
 
     def on_a_rank(mesh: Any) -> Any:
         own, results = parts(batch, rows)[mesh.get_rank()], []
         for options in PLANS:
             sharded = fshard.shard_params(params, fshard.make_plan(params, mesh, units=["*"], **options))
-            value, grads = fshard.value_and_grad(loss_of(mesh))(sharded, own)
+            value, grads = fshard.value_and_grad(loss)(sharded, own, mesh)
             results.append((value, fshard.gather_params(grads)))
         return results
 
@@ -69,7 +69,7 @@ def test_a_contrastive_loss_is_that_of_all_rows(rows: tuple[int, ...]) -> None:
 
     titles = ("Rows of all ranks", "A contrastive loss over all ranks")
     expected = plain_grads(plain, params)
-    for result in on_ranks(lambda mesh: defined("recipes.md", *titles, mesh=mesh)["clip_loss"], params, batch, rows):
+    for result in on_ranks(defined("recipes.md", *titles)["clip_loss"], params, batch, rows):
         is_near(result, expected)
 
 
@@ -90,7 +90,7 @@ def test_vicreg_has_the_statistics_of_all_rows(rows: tuple[int, ...]) -> None:
 
     expected = plain_grads(plain, params)
     title = "Statistics of all ranks' rows"
-    for result in on_ranks(lambda mesh: defined("recipes.md", title, mesh=mesh)["vicreg"], params, batch, rows):
+    for result in on_ranks(defined("recipes.md", title)["vicreg"], params, batch, rows):
         is_near(result, expected)
 
 
@@ -104,17 +104,14 @@ def test_the_balance_of_experts_over_all_rows(rows: tuple[int, ...]) -> None:
         shares = F.one_hot(scores.argmax(1), 4).double().mean(0)
         return 4 * (shares * scores.softmax(1).mean(0)).sum()
 
-    def loss_of(mesh: Any) -> Any:
-        balance = defined("recipes.md", "Statistics of all ranks' rows", mesh=mesh)["balance_of_all"]
+    balance = defined("recipes.md", "Statistics of all ranks' rows")["balance_of_all"]
 
-        def loss(params: Any, batch: Any) -> Any:
-            scores = batch["x"] @ params["router"]
-            return fshard.Mean(balance(scores, scores.argmax(1)), 1)
-
-        return loss
+    def loss(params: Any, batch: Any, mesh: Any) -> Any:
+        scores = batch["x"] @ params["router"]
+        return fshard.Mean(balance(scores, scores.argmax(1), mesh), 1)
 
     expected = plain_grads(plain, params)
-    for result in on_ranks(loss_of, params, batch, rows):
+    for result in on_ranks(loss, params, batch, rows):
         is_near(result, expected)
 
 
