@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_cases import KINDS, batch, loss, same, start, trained
+from gpu_cases import DEVICE, KINDS, batch, loss, same, start, trained
 from recorder import Recorder
 from steps import HYBRID, MORE
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -228,8 +228,7 @@ def restores(job: Job) -> None:
 
 def elastic(job: Job) -> None:
     """Train four steps, saving after each; rank 1 dies in the third, once. torchrun starts all ranks again."""
-    os.environ["LOCAL_RANK"] = "0"  # a process has its first GPU, as in the other programs
-    torch.cuda.set_device(0)
+    torch.cuda.set_device(DEVICE)
     dist.init_process_group("nccl")
     mesh = init_device_mesh("cuda", (job.size,), mesh_dim_names=("shard",))
     tx, folder = optim.adamw(1e-3), job.folder / "checkpoint"

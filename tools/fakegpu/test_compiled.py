@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,9 +47,12 @@ def _caches() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def begun() -> Iterator[Any]:
-    """A function that makes a state of three blocks, on rank 0 of 8."""
+    """A function that makes a state of three blocks, on rank 0 of 8.
+
+    Its collectives end when the host waits, which it does not while it compiles: no time is too long.
+    """
     torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=8)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=8, timeout=timedelta(days=1))
     mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("shard",))
     whole = params(layers=3)
     plan = fshard.make_plan(whole, mesh, units=["blocks.*"], bucket=0)
@@ -236,7 +240,8 @@ def test_a_file_has_kernels(tmp_path: Path) -> None:
 
     def ran_in(caches: str) -> list[float]:
         folders = {"TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/{caches}/i", "TRITON_CACHE_DIR": f"{tmp_path}/{caches}/t"}
-        env = {**os.environ, **folders, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        log = str(tmp_path / "log")  # opening it empties it
+        env = {**os.environ, **folders, "TORCHINDUCTOR_COMPILE_THREADS": "1", "FAKEGPU_LOG": log}
         command = [sys.executable, "-c", STEP, str(tmp_path / "step")]
         return json.loads(subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True).stdout)
 
