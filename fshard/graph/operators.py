@@ -141,7 +141,8 @@ def _parts(x: Tensor, lengths: Sequence[int], numbers: Sequence[int], num_rows: 
 
 
 def _fill_places(places: list[Tensor], x: Tensor) -> None:
-    torch.split_with_sizes_copy(x, [place.numel() for place in places], out=places)
+    # private, as in `layout/row.py`: on a GPU `split_with_sizes_copy` sends its table of addresses from pinned memory
+    torch._foreach_copy_(places, list(x.split([place.numel() for place in places])))
 
 
 define("merged(Tensor[] parts, int num_rows) -> Tensor", _merged, _merged)
