@@ -42,6 +42,7 @@ def state_dict(x: Sharded, rank: int | None = None, dtensors: bool = False) -> d
     check_named("state_dict", x)
     check_flags(dtensors=dtensors)
     mesh, names = x.plan.live_mesh(), x.view.by_name()
+    wanted = {*names.values()}
     if rank is not None:
         check_whole("state_dict: rank", rank, least=0, below=num_ranks(mesh), what="a rank of the plan's mesh")
     if dtensors:
@@ -52,7 +53,7 @@ def state_dict(x: Sharded, rank: int | None = None, dtensors: bool = False) -> d
     for row in rows_in_order(x):
         with torch.no_grad():
             leaves = leaves_of_unit(x, row.unit, row.kind)
-        for slot in {*names.values()} & {*leaves} if keeps else ():
+        for slot in wanted.intersection(leaves) if keeps else ():
             if on is None:
                 result[slot] = leaves[slot].to("cpu", copy=True)
             else:
@@ -215,7 +216,7 @@ def expect_sharded(argument: str, x: object) -> None:
 
 
 def check_named(name: str, x: Sharded) -> None:
-    if x.view.spec.is_leaf():
+    if x.view.spec.is_leaf() and x.plan.spec != x.view.spec:
         raise ValueError(
             f"{name}: expected a tree, got one leaf, without a name: give {{name: leaf}}, or gather_params"
         )

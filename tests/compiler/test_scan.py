@@ -230,6 +230,11 @@ def meaning(graph: fx.Graph) -> tuple[int, Counter[int]]:
         what = next(inputs) if node.op == "placeholder" else "constant" if node.op == "get_attr" else str(node.target)
         # a sum of two has the same bits in either order; ranks compare the order of reads as a large number
         text = str(sorted(map(str, args[0])) if what == "aten.add.Tensor" else args)
+        # a scan may copy a part of merged gathers once more
+        if what == "fshard.parts.default":
+            text = str(args[0][:2])
+        elif node.args and str(getattr(node.args[0], "target", "")) == "fshard.parts.default":
+            text = f"{args[0][0]} {node.args[0].args[2][node.args[1]]}"
         keys[node] = hash((node.op, what, re.sub(r"\b\d{6,10}\b", "reads", text)))
     return keys[node], Counter(key for node, key in keys.items() if node.op == "call_function" and has_effect(node))
 

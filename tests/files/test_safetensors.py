@@ -550,7 +550,7 @@ CALLS: dict[str, Callable[[fshard.Sharded, Path, bool], object]] = {
     "max_bytes=0: expected": lambda x, path, bad: save_safetensors(path, x, max_bytes=0 if bad else 9),
     "mean something else: 'w'": lambda x, path, bad: save_safetensors(path, x, {"w" if bad else "b": torch.ones(1)}),
     "buffers: 'b': expected a tensor, got 3": lambda x, path, bad: save_safetensors(path, x, {"b": 3} if bad else None),
-    "save_safetensors: expected": lambda x, path, bad: save_safetensors(path, x["v"] if bad else x),
+    "save_safetensors: expected": lambda x, path, bad: save_safetensors(path, x["w"] if bad else x),
     "path=None: expected the path": lambda x, path, bad: load_safetensors(None if bad else path.parent, x.plan),
     "src=9: expected a rank": lambda x, _, bad: fshard.load_state_dict(x, GIVEN, src=9 if bad else None),
     "load_state_dict: expected": lambda x, _, bad: fshard.load_state_dict(x["v"] if bad else x, GIVEN),

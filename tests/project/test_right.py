@@ -198,7 +198,7 @@ def test_the_parity_test_notices_a_wrong_reduction(strategy, mutant, tx, monkeyp
     emit = Gradients.emit
 
     def wrong(self, unit, kind, flat):
-        mesh = self.reduced().mesh
+        mesh = self.reduced.view.plan.live_mesh()
         return emit(self, unit, kind, flat * MUTANTS[mutant][0](mesh.get_rank(), mesh.size()))
 
     monkeypatch.setattr(Gradients, "emit", wrong)
