@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from ..core.tree import Tree
 from ..plan.plan import Plan
 from ..plan.precision import Policy, Precision
 from ..sharding.access import At, ReadsTape, placed
+
+T = TypeVar("T")
 
 
 def _homes(x: At | Tensor, tapes: Sequence[ReadsTape]) -> list[tuple[Plan, Precision]]:
@@ -57,15 +60,11 @@ def leaves_like(what: str, spec: tree.Spec, x: Tree) -> list[Tree]:
 @cache
 def _policies_by_place(
     policy: Policy, spec: tree.Spec, names: frozenset[str]
-) -> dict[tuple[str, ...], tuple[int, tuple[Policy, bool]]]:
-    """Return (first leaf, policy) of each subtree with these leaves, by path."""
+) -> dict[tuple[str, ...], tuple[Policy, bool]]:
+    """Return the policy of each subtree with these leaves, by path."""
     known, num_leaves = names_in(tree.leaf_paths(spec)), len(names)
-    alike = (
-        (at, first)
-        for at, node, first in tree.walk(spec)
-        if node.num_leaves == num_leaves and {*tree.leaf_paths(node)} == names
-    )
-    return {at: (first, policy.of(at, known)) for at, first in alike}
+    nodes = ((at, node) for at, node, _ in tree.walk(spec) if node.num_leaves == num_leaves)
+    return {at: policy.of(at, known) for at, node in nodes if {*tree.leaf_paths(node)} == names}
 
 
 class Leaves:
@@ -132,10 +131,9 @@ class Leaves:
         if home is None or not policy.overrides:
             return policy, False
         alike = _policies_by_place(policy, home.spec, frozenset(tree.leaf_paths(self._spec)))
-        for fits in (self._has_shapes, self._was_read):
-            if len({known for _, known in alike.values()}) > 1:
-                alike = {at: x for at, x in alike.items() if fits(home, at, x[0])} or alike
-        policies = {known: ".".join(at) for at, (_, known) in alike.items()}
+        if len({*alike.values()}) > 1:
+            alike = self._told_apart(home, alike)
+        policies = {known: ".".join(at) for at, known in alike.items()}
         if len(policies) > 1:
             raise ValueError(
                 f"{what}: modules of equal leaves have different policies ({' and '.join(map(repr, policies.values()))}"
@@ -148,14 +146,14 @@ class Leaves:
             return policy.of(tuple(at.split(".")), names_in(tree.leaf_paths(home.spec)))
         return replace(policy, cast_at=policy.casts_beside(("",), ())), False
 
-    def _has_shapes(self, home: Home, at: tuple[str, ...], first: int) -> bool:
-        paths = tree.leaf_paths(home.spec)[first:]
-        shape_of = dict(zip(paths, home.shapes[first:], strict=True))
-        names = enumerate(tree.leaf_paths(self._spec))
-        return all(shape_of[tree.joined(*at, name)] == tuple(self.like(number).shape) for number, name in names)
-
-    def _was_read(self, home: Home, at: tuple[str, ...], first: int) -> bool:
-        return all(tree.joined(*at, name) in paths for name, paths in self._paths_read() if paths)
+    def _told_apart(self, home: Home, alike: dict[tuple[str, ...], T]) -> dict[tuple[str, ...], T]:
+        """Return the places with these leaves' shapes, if any, and of these the ones of tensors read, if known."""
+        shape_of = dict(zip(tree.leaf_paths(home.spec), home.shapes, strict=True))
+        shapes = [(name, tuple(self.like(number).shape)) for number, name in enumerate(tree.leaf_paths(self._spec))]
+        read = [(name, paths) for name, paths in self._paths_read() if paths]
+        of_shapes = {at: x for at, x in alike.items() if all(shape_of[tree.joined(*at, n)] == y for n, y in shapes)}
+        alike = of_shapes or alike
+        return {at: x for at, x in alike.items() if all(tree.joined(*at, n) in paths for n, paths in read)} or alike
 
     def _paths_read(self) -> Iterator[tuple[str, list[str]]]:
         """Yield each leaf's name in the module, and its paths in the plan, if they are known."""
