@@ -7,7 +7,7 @@ import math
 import os
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby, islice
 from typing import NamedTuple, TypeVar
@@ -235,7 +235,21 @@ def _tell_names(source: Checkpoint, origins: Mapping[str, Sequence[str]], wanted
     names = {*wanted.forms, *wanted.values}
     unlike = {"kept as in `like`": names - origins.keys(), "not read": origins.keys() - names}
     if told := [f"{len(some)} {what}: {listed(sorted(some))}" for what, some in unlike.items() if some]:
+        told += _shared_counts(names, origins, wanted)
         warnings.warn(f"restore(strict=False) of {source.what}: {'; '.join(told)}", stacklevel=3)
+
+
+def _shared_counts(names: Collection[str], origins: Container[str], wanted: Contents) -> list[str]:
+    """Name the first restored number of an optimizer, its count, in whose state leaves begin."""
+    begun = [name for name in names if name not in origins]
+    for name, form in wanted.forms.items():
+        above = name.rpartition(".")[0]
+        if name in origins and form.shape == () and above and any(x.startswith(f"{above}.") for x in begun):
+            remedy = "for a count of their own use by_label and optim.state.extend"
+            return [
+                f"new leaves share the restored {name!r}, as if they had made its steps (bias correction): {remedy}"
+            ]
+    return []
 
 
 def _tell_threads(source: Checkpoint, state: Tree) -> None:
