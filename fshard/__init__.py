@@ -25,7 +25,7 @@ from .train.step import TrainState, init_state, train_step
 from .zero_optimizer.zero import zero
 
 if TYPE_CHECKING:
-    from . import checkpoint, testing
+    from . import checkpoint, elastic, testing
     from .compiler.jit import jit
     from .compiler.trace import TraceError, eval_shape
     from .graph.scan import scan
@@ -56,6 +56,7 @@ __all__ = [
     "check",
     "checkpoint",
     "collectives",
+    "elastic",
     "estimate",
     "eval_shape",
     "evaluate",
@@ -103,7 +104,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> object:
-    if name in ("checkpoint", "testing"):
+    if name in ("checkpoint", "elastic", "testing"):
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

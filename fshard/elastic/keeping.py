@@ -1,0 +1,220 @@
+"""`keep`: each rank holds its own part of a state in host memory, and a copy of a neighbour's part.
+
+Note [Two kept states]
+    A rank returns from `keep` after all ranks have entered it, so all ranks have finished the `keep` before. A rank
+    that holds its last two states therefore holds one state in common with all other ranks, and memory of an older
+    state may be reused. `reuse` is overwritten only after all ranks have entered.
+
+    Steps of two histories may have equal numbers: a rank taken for dead may return with its own step 12. So the key of
+    a state is (round, step), and parts of two keys are never mixed. A round is a set of ranks, numbered by the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.contents import Contents, contents_to_save, digest_of_blocks
+from ..comm import consensus, primitives
+from ..comm.mesh import AnyMesh, axis_sizes, coordinate, mesh_device, number_of
+from ..comm.ranks import Ranks
+from ..core import tree
+from ..core.arguments import check_whole
+from ..core.differences import Form
+from ..core.random import HOST
+from ..core.storage import Held, Life, pack_bytes, packed_size, unpack_bytes
+from ..core.tree import Tree
+from ..files.index import Json
+from ..layout.pieces import Parts, mesh_of
+from ..plan.ahead import host_row
+
+Key: TypeAlias = tuple[int, int]  # round, step
+KeptPart: TypeAlias = tuple[str, int, Tensor]  # leaf, number of the first element, elements (n,)
+_BATCH = 1 << 26  # bytes that a rank sends at once, on average of all ranks
+_REMEDY = "Keep what belongs to one rank outside of the state, or as a leaf with the values of all ranks (all_gather)"
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """A rank's share of a state, in host memory: its own part, and a copy of a neighbour's.
+
+    `key` is (round, step). `parts` are tuples (leaf, number of the first element, elements (n,)), elements in the order
+    of `orders` (row-major if a leaf is missing there). `forms` and `values`, shapes and numbers of leaves, are equal on
+    all ranks.
+    """
+
+    key: Key
+    forms: Mapping[str, Form] = field(repr=False)
+    orders: Mapping[str, tuple[int, ...]] = field(repr=False)
+    values: Mapping[str, Json] = field(repr=False)
+    parts: Sequence[KeptPart] = field(repr=False)
+    memory: Sequence[Tensor] = field(default=(), repr=False)  # bytes of `parts`
+    life: Life = field(default_factory=Life, repr=False)
+
+
+def keep(
+    state: Tree,
+    step: int,
+    *,
+    round: int = 0,
+    reuse: Kept | None = None,
+    axis: str | None = None,
+    distance: int = 1,
+    mesh: AnyMesh = None,
+) -> Kept:
+    """Copy this rank's part of a state to host memory, and to the next rank's; every rank must call this.
+
+    A state is a tree as for `checkpoint.save`. If ranks are lost, `move` makes the state of the ranks that are left.
+    Every element is then in the memory of two ranks: the rank that has it, and the rank `distance` further along
+    `axis`. Elements that several ranks have (along a replicate axis, or whole) are not sent.
+
+    - `step`, `round`: the key of the state. Count a round up for each new set of ranks: `move` never mixes states of
+      two keys, and takes the largest.
+    - `reuse`: an older state of this rank, given away: its memory takes the new state. The state before this one must
+      stay until `keep` returns on all ranks.
+    - `axis`: a mesh axis, by default the first of several ranks; `distance`: pass the number of ranks on one host for
+      copies on another host.
+    - `mesh`: the ranks that hold the state together, for a state without sharded leaves.
+
+    MismatchError on all ranks if numbers, strings or unsharded tensors differ between ranks: it names the leaf.
+    ValueError for an axis that the mesh lacks, a distance that leads back to the rank itself, and a leaf without
+    values; TypeError for other kinds of leaves. DonatedError if `reuse` was given away before. Dual: `move`.
+
+    >>> from fshard import elastic
+    >>> kept = elastic.keep({"w": torch.arange(3.0), "epoch": 7}, step=100)
+    >>> elastic.move([kept], {"w": torch.zeros(3), "epoch": 0})
+    {'w': tensor([0., 1., 2.]), 'epoch': 7}
+    """
+    mesh = mesh_of(state) if mesh is None else mesh
+    sizes = axis_sizes(mesh)
+    axis = next((name for name, size in sizes.items() if size > 1), None) if axis is None else axis
+
+    def checked() -> Contents:
+        _check_arguments(step, round, axis, distance, reuse, mesh)
+        return contents_to_save(state, mesh, "keep")
+
+    contents = consensus.together(mesh, checked)
+    _check_equal(contents, f"keep: step={step}, round={round}, axis={axis!r}, distance={distance}")
+    old = [] if reuse is None else [*reuse.memory]
+    if reuse is not None:  # all ranks have entered
+        reuse.life.given_away = True
+    neighbour = None if sizes.get(axis or "", 1) == 1 else _Neighbour(primitives.along(mesh, axis), distance)
+    parts, memory = _copied(contents, {} if neighbour is None else _alone(state, mesh, neighbour), neighbour, old)
+    return Kept((round, step), contents.forms, contents.orders, contents.values, parts, memory)
+
+
+def live(state: Tree, mesh: AnyMesh) -> Kept:
+    """Return this rank's part of a state, without copies, as a `Kept` that must not outlive the state."""
+    contents = consensus.together(mesh, lambda: contents_to_save(state, mesh, "reshard"))
+    _check_equal(contents, "reshard: the state")
+    parts = [(part.name, part.begin, part.elements.reshape(-1)) for part in contents.parts if part.elements.numel()]
+    return Kept((0, 0), contents.forms, contents.orders, contents.values, parts)
+
+
+def _check_arguments(step: int, round: int, axis: str | None, distance: int, reuse: Kept | None, mesh: AnyMesh) -> None:
+    check_whole("keep: step", step, least=0, what="the number of a step")
+    check_whole("keep: round", round, least=0, what="the number of a round")
+    check_whole("keep: distance", distance, what="a number of ranks")
+    size = 1 if axis is None else primitives.along(mesh, axis).size
+    if size > 1 and distance % size == 0:
+        raise ValueError(f"keep: distance={distance}: expected no multiple of {size}, the ranks along axis {axis!r}")
+    if reuse is not None:
+        reuse.life.check("Kept", "memory")
+
+
+def _check_equal(contents: Contents, call: str) -> None:
+    """MismatchError on every rank if the call, forms of leaves, or values outside of sharded leaves differ."""
+    lines = [call, *(f"{name!r} = {value!r}" for name, value in contents.values.items())]
+    forms = ((name, form, contents.orders.get(name) or "") for name, form in contents.forms.items())
+    lines += [f"{name!r} {form.dtype} {list(form.shape)}{order}" for name, form, order in forms]
+    plain = (part for part in contents.parts if part.name not in contents.orders)
+    lines += [f"{part.name!r} with bits {digest_of_blocks(part.elements)}" for part in plain]
+    consensus.check_same(contents.mesh, "\n".join(lines), f"{call.partition(':')[0]}: the state", _REMEDY)
+
+
+class _Neighbour(NamedTuple):
+    """The ranks along an axis, and the distance of the rank that gets a copy."""
+
+    ranks: Ranks
+    distance: int
+
+    @property
+    def before(self) -> int:
+        return (self.ranks.rank - self.distance) % self.ranks.size
+
+    @property
+    def after(self) -> int:
+        return (self.ranks.rank + self.distance) % self.ranks.size
+
+
+def _alone(state: Tree, mesh: AnyMesh, neighbour: _Neighbour) -> dict[str, tuple[int, int]]:
+    """Return (first element, number of elements) by leaf of the parts that only the rank before this one has."""
+    sizes, found = axis_sizes(mesh), dict[str, tuple[int, int]]()
+    at = {axis: coordinate(mesh, (axis,)) for axis in sizes} | {neighbour.ranks.axis: neighbour.before}
+    layouts = ((path, node.layout) for path, node in tree.paths_to(state, Parts) if isinstance(node, Parts))
+    for path, layout in layouts:
+        for row in layout.rows:
+            if all(size == 1 or axis in row.over for axis, size in sizes.items()):
+                number = number_of([at[axis] for axis in row.over], [sizes[axis] for axis in row.over])
+                spans = ((layout.leaves[span.leaf].path, span) for span in row.spans(number) if span.numel)
+                found |= {tree.joined(path, leaf): (span.begin, span.numel) for leaf, span in spans}
+    return found
+
+
+def batches(forms: Mapping[str, Form], ranks: int) -> Iterator[list[str]]:
+    """Yield the names of leaves, in lists equal on all ranks; a rank has about `_BATCH` bytes of each list's leaves."""
+    ends = accumulate(form.numel * form.dtype.itemsize for form in forms.values())
+    for _, batch in groupby(zip(forms, ends, strict=True), lambda pair: pair[1] // (_BATCH * ranks)):
+        yield [name for name, _ in batch]
+
+
+def _copied(
+    contents: Contents, arriving: Mapping[str, tuple[int, int]], neighbour: _Neighbour | None, old: list[Tensor]
+) -> tuple[list[KeptPart], list[Tensor]]:
+    """Copy this rank's parts and `arriving` to host memory, `old` if large enough; return parts and memory."""
+    own = {part.name: part for part in contents.parts if part.elements.numel()}
+    device, parts, memory = mesh_device(contents.mesh), list[KeptPart](), list[Tensor]()
+
+    def room(held: Held) -> Tensor:
+        size, number = packed_size(held), len(memory)
+        fits = number < len(old) and len(old[number]) >= size
+        memory.append(old[number] if fits else host_row(size, torch.uint8, device))
+        return memory[-1][:size]
+
+    for names in batches(contents.forms, contents.ranks):
+        mine = sorted((own[name] for name in names if name in own), key=lambda part: part.holders > 1)  # stable
+        held = [(part.elements.dtype, part.elements.numel()) for part in mine]
+        message = _packed([part.elements for part in mine], here := room(held), device)
+        parts += [(x.name, x.begin, y) for x, y in zip(mine, unpack_bytes(here, held), strict=True)]
+        theirs = [(name, *arriving[name]) for name in names if name in arriving]
+        held_there = [(contents.forms[name].dtype, numel) for name, _, numel in theirs]
+        if neighbour is not None:
+            alone = packed_size([each for part, each in zip(mine, held, strict=True) if part.holders == 1])
+            _exchange(message[:alone], there := room(held_there), neighbour)
+            parts += [(x[0], x[1], y) for x, y in zip(theirs, unpack_bytes(there, held_there), strict=True)]
+    return parts, memory
+
+
+def _packed(tensors: Sequence[Tensor], out: Tensor, device: torch.device) -> Tensor:
+    """Pack tensors into `out`, host memory; return the bytes on the device of messages."""
+    if not tensors or device == HOST:
+        return pack_bytes(tensors, out) if tensors else out.to(device)
+    data = pack_bytes([x.to(device) for x in tensors])
+    out.copy_(data)
+    return data
+
+
+def _exchange(message: Tensor, out: Tensor, neighbour: _Neighbour) -> None:
+    """Send a message to the rank after this one, and fill `out`, host memory, with that of the rank before."""
+    ranks = neighbour.ranks
+    sent, received = ([0] * ranks.size for _ in range(2))
+    sent[neighbour.after], received[neighbour.before] = len(message), len(out)
+    place = out if ranks.device == HOST else torch.empty_like(out, device=ranks.device)
+    primitives.deal(message, (sent, received), ranks, "copies", place).wait()
+    if place is not out:
+        out.copy_(place)
