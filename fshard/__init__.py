@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from . import collectives, module, optim, random, reduction, tree, wire
 from .comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, shift
+from .comm.consensus import close, closing
 from .comm.mesh import AbstractMesh, rank_and_size
 from .comm.ranks import MismatchError
 from .core.losses import Mean, Sum
@@ -55,6 +56,8 @@ __all__ = [
     "broadcast",
     "check",
     "checkpoint",
+    "close",
+    "closing",
     "collectives",
     "elastic",
     "estimate",

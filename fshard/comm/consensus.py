@@ -1,25 +1,30 @@
-"""Compare values between ranks, and tell all ranks of a flag or an error on any rank."""
+"""Compare values between ranks; tell all ranks of a flag or an error on any rank, or that this rank gives up."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..core import tree
+from ..core.arguments import call_site, frame_of, line_of
 from ..core.func_levels import differentiates
 from ..core.storage import words
 from . import collectives, primitives
-from .mesh import AnyMesh, Axes, adapted, axis_sizes, mesh_device, num_ranks
+from .mesh import MESHES, AnyMesh, Axes, Grid, adapted, axis_sizes, mesh_device, num_ranks, unconnected
 from .primitives import all_gather, all_reduce, along
 from .ranks import MismatchError, Ranks
 
 T = TypeVar("T")
+M = TypeVar("M", bound=AnyMesh)
+_LONGEST_REASON = 2000  # characters
 _SAME_TREE = "Build the same tree, in the same order, on all of them"
 _QUOTED = 200  # characters
 # under 255 bytes: CUDA's assertions take no more
@@ -169,6 +174,77 @@ def rows_of_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
     rows = all_gather(x, ranks, "bytes").wait().view(ranks.size, -1).cpu()  # (W, length)
     texts = [bytes(row.tolist()) for row in rows]
     return [text[8 : 8 + int.from_bytes(text[:8], "little")] for text in texts]
+
+
+def close(mesh: AnyMesh) -> None:
+    """End this rank's communication over a mesh; ranks that wait for this one get an error at once.
+
+    Call it where a rank gives up: without it the others hear when the process ends, or at their timeout. The error on
+    other ranks names this rank, and, on one host and in checked calls, the exception that this rank handles. Other
+    ranks need not call it; a second call changes nothing.
+
+    - Closed are the links of one host, those of checked calls, and gloo's connections of the mesh's process groups. So
+      other communication over these groups ends, too: a mesh of one axis made by `init_device_mesh` has the default
+      group, that of `dist.barrier()`. Meshes that share a group, such as `mesh["shard"]`, are closed with it.
+    - Not destroyed are the groups: who has made them calls `dist.destroy_process_group`, before or after. NCCL's
+      connections stay open until then, as NCCL's kernels may run: GPUs hear at NCCL's timeout, except in checked calls.
+    - Afterwards values stay as they are; collectives and `make_plan` on the mesh are a RuntimeError, and MismatchError
+      is raised by collectives that are under way. A new mesh needs new groups.
+    - `mesh`: a DeviceMesh, a simulated mesh, a plan's mesh. None and an `AbstractMesh` have nothing to close.
+
+    RuntimeError in a second thread, or in a forked process.
+
+    >>> def give_up(mesh):
+    ...     close(mesh)
+    ...     return all_reduce(torch.ones(1), mesh, "shard")
+    >>> fshard.testing.simulate(give_up, shard=2)
+    Traceback (most recent call last):
+    RuntimeError: axis 'shard' of a mesh: this rank has closed the mesh at ...
+
+    Source: torch.distributed.destroy_process_group; MPI_Abort, but of one mesh.
+    """
+    try:
+        grid = unconnected(mesh)
+    except RuntimeError:  # torch finds no group once groups are destroyed
+        grid = MESHES.last_handle(mesh) if isinstance(mesh, DeviceMesh) else None
+    if isinstance(grid, Grid):
+        grid.close(_reason())
+
+
+def _reason() -> str:
+    failure = sys.exc_info()[1]
+    if failure is None:
+        return f"has closed the mesh at {call_site()}"
+    text = f"{type(failure).__name__}: {failure}"[:_LONGEST_REASON]
+    if failure.__traceback__ is None:
+        return f"raised {text}, and has closed the mesh"
+    frame = frame_of(failure)
+    return f"raised {text} at {line_of(frame.filename, frame.lineno)}, and has closed the mesh"
+
+
+class closing(Generic[M]):
+    """Close a mesh at the end of a `with` block, also by an exception, which other ranks then hear of; see `close`.
+
+    `mesh` is that of `close`, and the value of the block.
+
+    >>> def job(mesh):
+    ...     with closing(mesh):
+    ...         return all_reduce(torch.ones(1), mesh, "shard").item()
+    >>> fshard.testing.simulate(job, shard=2)
+    [2.0, 2.0]
+
+    Source: contextlib.closing.
+    """
+
+    def __init__(self, mesh: M):
+        adapted(mesh)  # raises here, not at the end
+        self.mesh: M = mesh
+
+    def __enter__(self) -> M:
+        return self.mesh
+
+    def __exit__(self, *failure: object) -> None:
+        close(self.mesh)
 
 
 def first_unlike_line(a: str, b: str, sentence: str) -> str:

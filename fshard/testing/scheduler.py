@@ -140,6 +140,7 @@ class WorldRun:
         self._posts: dict[int, Post] = {}  # of waiting ranks
         self._meetings: dict[tuple[int, ...], list[Post]] = {}  # of arrived ranks, by group
         self._ended: set[int] = set()
+        self.closed: dict[int, str] = {}  # by rank that has closed its mesh: why
 
     def reopen(self) -> None:
         """Make the meshes of this ended run usable in another run, without faults."""
@@ -182,7 +183,8 @@ class WorldRun:
 
     def _standing(self) -> str:
         posts = (self._posts.get(rank) for rank in range(self.num_ranks))
-        told = ["has returned" if post is None else f"waits in {self._told(post)}" for post in posts]
+        ends = [self.closed.get(rank, "has returned") for rank in range(self.num_ranks)]
+        told = [end if post is None else f"waits in {self._told(post)}" for end, post in zip(ends, posts, strict=True)]
         return f"{'; '.join(f'rank {rank} {text}' for rank, text in enumerate(told))}. {SAME_ORDER}"
 
     def meet(self, group: tuple[int, ...], post: Post) -> Sequence[Tensor]:
