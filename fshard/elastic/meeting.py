@@ -24,6 +24,7 @@ import torch.distributed as dist
 from ..core.arguments import check_positive
 
 _LOOK = 0.01  # seconds between two looks into the store
+_PAUSE = 0.1  # the same, of a spare
 
 
 class Round(NamedTuple):
@@ -31,6 +32,9 @@ class Round(NamedTuple):
 
     number: int
     members: Sequence[int]
+
+
+NO_ROUND = Round(0, ())
 
 
 class Meeting:
@@ -65,7 +69,7 @@ class Meeting:
         """Enter the next round, of `least` members at least, and wait for its members; None if the run is over."""
         while not self.is_over():
             last = self.last_round()
-            self.store.append(f"entered/{last.number + 1}", f"{self.me} ")
+            self.store.append(f"entered/{last.number + 1}", f"{self.me} ")  # type: ignore[attr-defined]  # stubs lack it
             self._decide(last, least)
             if self.me in (decided := self.last_round()).members:
                 return decided
@@ -92,6 +96,13 @@ class Meeting:
 
     def had_state(self) -> bool:
         return bool(self._read("state"))
+
+    def wait(self, round: Round, trains: Sequence[int]) -> bool:
+        """Wait, as a spare, until the next round begins or those that train are gone; return True if the run is over."""
+        while not self.is_over() and not self.entered(round.number + 1) and not all(map(self._is_gone, trains)):
+            self._open_door()
+            time.sleep(_PAUSE)
+        return self.is_over()
 
     def _read(self, key: str) -> str:
         return self.store.get(key).decode() if self.store.check([key]) else ""

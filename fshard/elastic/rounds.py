@@ -1,10 +1,10 @@
 """A process of a long run: it holds parts of two states, and goes on with the processes that are left.
 
 Note [What a process lets go]
-    The first state of a round is made from what all members held. A process holds both until all ranks have kept the
-    new one (the last collective of `start`), because a rank may be lost before. Afterwards it holds the last two states
-    of the round: a rank that keeps step s has made the collectives of this step, so all ranks have kept the state
-    before. Parts of other rounds are given up: the same steps are made again by other ranks, with other bits.
+    A process holds two states (Note [Two kept states] in `keeping.py`). The first state of a round is made from what
+    all members held, and held beside it until all ranks have kept the new one, at the end of `start`: a rank may be
+    lost before. All other states of earlier rounds are given up: the same steps are made again by other ranks, with
+    other bits.
 
 Note [Lost or not yet here]
     Where elements are gone with their ranks, a process outside of the round may hold them: it still waits for a rank
@@ -13,10 +13,11 @@ Note [Lost or not yet here]
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,13 +29,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..checkpoint.restoring import latest, restore
 from ..comm import consensus
-from ..comm.mesh import AnyMesh, rank_in
+from ..comm.consensus import close
+from ..comm.mesh import AnyMesh, axis_sizes, rank_in
 from ..core.arguments import check_positive, check_whole
 from ..core.tree import Tree
-from ..layout.pieces import mesh_of
-from .keeping import Kept, keep
-from .meeting import Meeting, Round
-from .moving import LostError, move
+from .keeping import Kept, Key, keep
+from .meeting import NO_ROUND, Meeting, Round
+from .moving import LostError, last_whole, move
 
 T = TypeVar("T")
 Use = Callable[[int], int | Mapping[str, int]]
@@ -50,60 +51,73 @@ class Member:
 
     meeting: Meeting
     distance: int = 1
-    held: list[Kept] = field(default_factory=list)
-    round: Round = Round(0, ())
+    held: list[Kept] = field(default_factory=list)  # the last two states
+    round: Round = NO_ROUND
+    trains: Sequence[int] = ()  # members of the round that train
     everyone: AnyMesh = None  # spares, too
     mesh: AnyMesh = None  # the ranks that train; None on a spare
-    kept: Kept | None = None  # the last state kept in this round
 
     def start(self, like: Tree, dir: str | os.PathLike[str] | None = None) -> tuple[Tree, int]:
         """Return the state from which the ranks go on, in the form of `like`, and the number of its steps.
 
         The state is the last one of which the members hold every element. A run that begins starts from the last
-        checkpoint in `dir`, or from `like` with 0 steps. If copies are gone, a warning says so, and the ranks go on
-        from the last checkpoint in `dir`; without one, LostError. Every rank that trains must call this, once in each
+        checkpoint in `dir`, or from `like` with 0 steps. If copies are gone with their ranks, the ranks go on from the
+        last checkpoint in `dir`, and a warning says so; without one, LostError. All ranks must call this, once in each
         round.
         """
         try:
-            moved = move(self.held, like, mesh=self.everyone)
-            lost = "all ranks that held a state are gone" if moved is None and self._had_state() else ""
+            key = self._last_whole()
         except LostError as error:
-            moved, lost = None, str(error)
-        state, step = (moved.state, moved.step) if moved else self._begun(like, dir, lost)
-        self.held[:] = [kept for kept in self.held if moved and kept.key == moved.key]
-        self.kept = None
+            state, step = self._restored(like, dir, str(error))
+            self.held.clear()
+        else:
+            state, step = self._restored(like, dir) if key is None else (self._moved(like), key[1])
+            self.held[:] = [kept for kept in self.held if kept.key == key]
         self._hold(state, step)
         consensus.any_rank(torch.zeros((), dtype=torch.uint8), self.mesh)  # all ranks hold it, or a rank is lost
         self.meeting.note_state()
         return state, step
 
     def keep(self, state: Tree, step: int) -> None:
-        """Hold a state, `step` steps after the beginning, beside the one before; let waiting processes in.
+        """Hold a state, `step` steps after the beginning, and the one before; all ranks must call this.
 
-        Every rank must call this. If processes wait, `run` ends this call of `train`, and calls it with the new ranks.
+        If processes wait, `run` ends this call of `train`, and calls it again with the new ranks.
         """
         self._hold(state, step)
         waiting = rank_in(self.mesh) == 0 and bool(self.meeting.entered(self.round.number + 1))
         if consensus.any_rank(torch.tensor(waiting, dtype=torch.uint8), self.mesh):
             raise _Rejoin
 
+    def give(self) -> None:
+        """Take part in the `start` of the other members, as a spare."""
+        with suppress(LostError):
+            if self._last_whole() is not None:
+                self._moved(None)
+
+    def _last_whole(self) -> Key | None:
+        key = last_whole(self.held, self.everyone)
+        had = torch.tensor(key is None and self.meeting.had_state(), dtype=torch.uint8)
+        if consensus.any_rank(had, self.everyone):
+            raise LostError("elastic: all processes that held a state are gone")
+        return key
+
+    def _moved(self, like: Tree) -> Tree:
+        return move(self.held, like, mesh=self.everyone)
+
     def _hold(self, state: Tree, step: int) -> None:
-        kept = keep(state, step, before=self.kept, distance=self.distance, round=self.round.number)
-        self.held[:] = [*(self.held if self.kept is None else [self.kept]), kept]
-        self.kept = kept
+        oldest = self.held.pop(0) if len(self.held) == 2 else None
+        ranks = next((size for size in axis_sizes(self.mesh).values() if size > 1), 1)
+        distance = self.distance if self.distance % ranks else 1
+        self.held.append(keep(state, step, round=self.round.number, reuse=oldest, distance=distance, mesh=self.mesh))
 
-    def _had_state(self) -> bool:
-        had = torch.tensor(self.meeting.had_state(), dtype=torch.uint8)
-        return bool(consensus.any_rank(had, self.mesh))
-
-    def _begun(self, like: Tree, dir: str | os.PathLike[str] | None, lost: str) -> tuple[Tree, int]:
+    def _restored(self, like: Tree, dir: str | os.PathLike[str] | None, lost: str = "") -> tuple[Tree, int]:
         step = None if dir is None else latest(dir, self.mesh)
-        if step is not None:
+        if dir is not None and step is not None:
             if lost and rank_in(self.mesh) == 0:
-                warnings.warn(f"{lost}: the ranks go on from the checkpoint of step {step} in {dir}", stacklevel=3)
-            return restore(str(dir), like, step, mesh=self.mesh), step
+                warnings.warn(f"{lost}. The ranks go on from step {step} in {dir}", stacklevel=3)
+            return restore(dir, like, step, mesh=self.mesh), step
         if lost:
-            raise LostError(f"{lost}. Give member.start(like, dir) the directory of a checkpoint")
+            raise LostError(f"{lost}. Give member.start(like, dir) a directory of checkpoints to go on from them")
         return like, 0
 
 
@@ -156,12 +170,10 @@ def run(
 def _play(train: Callable[[AnyMesh, Member], T], member: Member) -> T | None:
     meeting = member.meeting
     if member.mesh is None:
-        move(member.held, None, mesh=member.everyone)
-        while not meeting.entered(member.round.number + 1) and not meeting.is_over():
-            time.sleep(0.05)
-        if meeting.is_over():
-            return None
-        raise _Rejoin
+        member.give()
+        if not meeting.wait(member.round, member.trains):
+            raise _Rejoin
+        return None
     result = train(member.mesh, member)
     with suppress(RuntimeError):  # a rank that leaves first would seem to be lost
         consensus.any_rank(torch.zeros((), dtype=torch.uint8), member.mesh)
@@ -170,27 +182,25 @@ def _play(train: Callable[[AnyMesh, Member], T], member: Member) -> T | None:
 
 
 @contextmanager
-def _ranks(
-    member: Member, round: Round, use: Use, device: str, backend: str, timeout: float
-) -> Iterator[None]:
+def _ranks(member: Member, round: Round, use: Use, device: str, backend: str, timeout: float) -> Iterator[None]:
     """Give the member its meshes in the block."""
     size, rank = len(round.members), round.members.index(member.meeting.me)
-    store = dist.PrefixStore(f"round/{round.number}", member.meeting.store)
+    store = dist.PrefixStore(f"ranks/{round.number}", member.meeting.store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     try:
         used = use(size)
-        axes = {"shard": used} if isinstance(used, int) else dict(used)
-        member.round = round
-        member.everyone = _mesh(device, {"all": size})
-        active = _mesh(device, axes)
-        member.mesh = active if active.get_coordinate() is not None else None
+        axes = {"shard": used} if isinstance(used, int) else used
+        member.round, member.trains = round, round.members[: math.prod(axes.values())]
+        member.everyone, active = _mesh(device, {"all": size}), _mesh(device, axes)
+        member.mesh = None if active.get_coordinate() is None else active
         yield
     finally:
         for mesh in (member.mesh, member.everyone):
             close(mesh)
-        member.mesh = member.everyone = member.kept = None
+        member.mesh = member.everyone = None
+        dist.destroy_process_group()
 
 
 def _mesh(device: str, axes: Mapping[str, int]) -> DeviceMesh:
-    ranks = torch.arange(torch.Size(axes.values()).numel()).view(*axes.values())
-    return DeviceMesh(device, ranks, mesh_dim_names=tuple(axes))
+    sizes = [*axes.values()]
+    return DeviceMesh(device, torch.arange(math.prod(sizes)).view(sizes), mesh_dim_names=(*axes,))
