@@ -1,12 +1,12 @@
 """`keep`: each rank holds its own part of a state in host memory, and a copy of a neighbour's part.
 
 Note [Two kept states]
-    A rank returns from `keep` after all ranks have entered it, so all ranks have finished the `keep` before. A rank
-    that holds its last two states therefore holds one state in common with all other ranks, and memory of an older
-    state may be reused. `reuse` is overwritten only after all ranks have entered.
+    A rank returns from `keep` after all ranks have entered it, so all ranks have finished the `keep` before. If each
+    rank holds its last two states, all ranks together hold one whole state. Memory of older states may be reused, but
+    only after all ranks have entered.
 
-    Steps of two histories may have equal numbers: a rank taken for dead may return with its own step 12. So the key of
-    a state is (round, step), and parts of two keys are never mixed. A round is a set of ranks, numbered by the caller.
+    Two histories may have steps of equal numbers: a rank taken for dead may return with its own step 12. So states have
+    the key (round, step), and parts of two keys are never mixed. The caller numbers rounds, one for each set of ranks.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ _REMEDY = "Keep what belongs to one rank outside of the state, or as a leaf with
 class Kept:
     """A rank's share of a state, in host memory: its own part, and a copy of a neighbour's.
 
-    `key` is (round, step). `parts` are tuples (leaf, number of the first element, elements (n,)), elements in the order
-    of `orders` (row-major if a leaf is missing there). `forms` and `values`, shapes and numbers of leaves, are equal on
-    all ranks.
+    `key` is (round, step). `parts` are tuples: leaf, number of the first element, elements (n,). `orders` has the order
+    of elements of split leaves.
     """
 
     key: Key
@@ -69,21 +68,19 @@ def keep(
 ) -> Kept:
     """Copy this rank's part of a state to host memory, and to the next rank's; every rank must call this.
 
-    A state is a tree as for `checkpoint.save`. If ranks are lost, `move` makes the state of the ranks that are left.
-    Every element is then in the memory of two ranks: the rank that has it, and the rank `distance` further along
-    `axis`. Elements that several ranks have (along a replicate axis, or whole) are not sent.
+    `state` is a tree as for `checkpoint.save`. If ranks are lost, `move` makes the state of the other ranks. Two ranks
+    hold each element: its own rank, and the rank `distance` further along `axis`. Elements of several ranks (along a
+    replicate axis, or whole) are not sent. Hold two states: the last may be whole on no ranks yet.
 
-    - `step`, `round`: the key of the state. Count a round up for each new set of ranks: `move` never mixes states of
-      two keys, and takes the largest.
-    - `reuse`: an older state of this rank, given away: its memory takes the new state. The state before this one must
-      stay until `keep` returns on all ranks.
-    - `axis`: a mesh axis, by default the first of several ranks; `distance`: pass the number of ranks on one host for
-      copies on another host.
-    - `mesh`: the ranks that hold the state together, for a state without sharded leaves.
+    - `step`, `round`: `move` takes the largest (round, step), and never mixes two. Each new set of ranks is a round.
+    - `reuse`: an older state of this rank, given away: its memory takes the new state. It must be older than the last.
+    - `axis`: by default the first axis of several ranks. `distance`: with the number of ranks on a host, copies are on
+      another host.
+    - `mesh`: the ranks, for a state without sharded leaves.
 
-    MismatchError on all ranks if numbers, strings or unsharded tensors differ between ranks: it names the leaf.
-    ValueError for an axis that the mesh lacks, a distance that leads back to the rank itself, and a leaf without
-    values; TypeError for other kinds of leaves. DonatedError if `reuse` was given away before. Dual: `move`.
+    MismatchError on all ranks names a number, string or unsharded tensor with other values on other ranks. ValueError
+    for an unknown axis, a multiple of the axis as distance, a leaf without values; TypeError for other leaves.
+    DonatedError if `reuse` was given away before. Dual: `move`.
 
     >>> from fshard import elastic
     >>> kept = elastic.keep({"w": torch.arange(3.0), "epoch": 7}, step=100)
@@ -109,7 +106,7 @@ def keep(
 
 
 def live(state: Tree, mesh: AnyMesh) -> Kept:
-    """Return this rank's part of a state, without copies, as a `Kept` that must not outlive the state."""
+    """Return views of this rank's part of a state."""
     contents = consensus.together(mesh, lambda: contents_to_save(state, mesh, "reshard"))
     _check_equal(contents, "reshard: the state")
     parts = [(part.name, part.begin, part.elements.reshape(-1)) for part in contents.parts if part.elements.numel()]
@@ -128,7 +125,7 @@ def _check_arguments(step: int, round: int, axis: str | None, distance: int, reu
 
 
 def _check_equal(contents: Contents, call: str) -> None:
-    """MismatchError on every rank if the call, forms of leaves, or values outside of sharded leaves differ."""
+    """MismatchError on every rank if calls, forms of leaves, or values of unsharded leaves differ."""
     lines = [call, *(f"{name!r} = {value!r}" for name, value in contents.values.items())]
     forms = ((name, form, contents.orders.get(name) or "") for name, form in contents.forms.items())
     lines += [f"{name!r} {form.dtype} {list(form.shape)}{order}" for name, form, order in forms]
@@ -138,7 +135,7 @@ def _check_equal(contents: Contents, call: str) -> None:
 
 
 class _Neighbour(NamedTuple):
-    """The ranks along an axis, and the distance of the rank that gets a copy."""
+    """The ranks along an axis, and the distance to the rank with the copy."""
 
     ranks: Ranks
     distance: int
@@ -153,7 +150,7 @@ class _Neighbour(NamedTuple):
 
 
 def _alone(state: Tree, mesh: AnyMesh, neighbour: _Neighbour) -> dict[str, tuple[int, int]]:
-    """Return (first element, number of elements) by leaf of the parts that only the rank before this one has."""
+    """Return (first element, number of elements) by leaf of all parts on the rank before this one alone."""
     sizes, found = axis_sizes(mesh), dict[str, tuple[int, int]]()
     at = {axis: coordinate(mesh, (axis,)) for axis in sizes} | {neighbour.ranks.axis: neighbour.before}
     layouts = ((path, node.layout) for path, node in tree.paths_to(state, Parts) if isinstance(node, Parts))
@@ -167,7 +164,7 @@ def _alone(state: Tree, mesh: AnyMesh, neighbour: _Neighbour) -> dict[str, tuple
 
 
 def batches(forms: Mapping[str, Form], ranks: int) -> Iterator[list[str]]:
-    """Yield the names of leaves, in lists equal on all ranks; a rank has about `_BATCH` bytes of each list's leaves."""
+    """Yield lists of leaves, equal on all ranks; a rank has about `_BATCH` bytes of each list."""
     ends = accumulate(form.numel * form.dtype.itemsize for form in forms.values())
     for _, batch in groupby(zip(forms, ends, strict=True), lambda pair: pair[1] // (_BATCH * ranks)):
         yield [name for name, _ in batch]
@@ -176,7 +173,7 @@ def batches(forms: Mapping[str, Form], ranks: int) -> Iterator[list[str]]:
 def _copied(
     contents: Contents, arriving: Mapping[str, tuple[int, int]], neighbour: _Neighbour | None, old: list[Tensor]
 ) -> tuple[list[KeptPart], list[Tensor]]:
-    """Copy this rank's parts and `arriving` to host memory, `old` if large enough; return parts and memory."""
+    """Copy this rank's parts, and `arriving`, to host memory, to `old` if it has room; return parts and memory."""
     own = {part.name: part for part in contents.parts if part.elements.numel()}
     device, parts, memory = mesh_device(contents.mesh), list[KeptPart](), list[Tensor]()
 
@@ -210,7 +207,7 @@ def _packed(tensors: Sequence[Tensor], out: Tensor, device: torch.device) -> Ten
 
 
 def _exchange(message: Tensor, out: Tensor, neighbour: _Neighbour) -> None:
-    """Send a message to the rank after this one, and fill `out`, host memory, with that of the rank before."""
+    """Send a message to the rank after this one, and receive one from the rank before, into host memory."""
     ranks = neighbour.ranks
     sent, received = ([0] * ranks.size for _ in range(2))
     sent[neighbour.after], received[neighbour.before] = len(message), len(out)

@@ -1,10 +1,9 @@
-"""`move`: make a state of any ranks, mesh, plan and strategy from parts in the memory of all ranks together.
+"""`move`: make a state of any ranks, mesh, plan and strategy from the parts in the memory of all ranks.
 
 Note [One whole state]
-    Ranks tell each other the keys and intervals that they hold. Every rank so finds the same last key of which each
-    element is held, and the same sender of each interval, and sends along one mesh axis after the other. Ranks may hold
-    nothing (they are new), or want nothing (they are spare). A state becomes another state of any other ranks with its
-    bits; leaves change their order if they are split in another way.
+    Ranks tell each other the intervals of leaves in their memory. From these every rank finds the same last whole
+    state, and the same sender of each interval. A message goes along one mesh axis after the other. New ranks hold
+    nothing; spare ranks want nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class LostError(RuntimeError):
 
 
 class LeafHolders(NamedTuple):
-    """The ranks that hold a leaf: `ranks[i]` hold elements [edges[i], edges[i + 1])."""
+    """The holders of a leaf: `ranks[i]` hold elements [edges[i], edges[i + 1])."""
 
     edges: list[int]
     ranks: list[list[int]]
@@ -66,7 +65,7 @@ def _holders_of(numel: int, intervals: Sequence[tuple[int, int, int]]) -> LeafHo
 
 @dataclass(frozen=True)
 class Common:
-    """A state that ranks hold together. Leaves are numbered in the order of `forms`."""
+    """A state in the memory of all ranks together. Leaves are numbered in the order of `forms`."""
 
     key: Key
     forms: dict[str, Form]
@@ -86,16 +85,16 @@ class Common:
 
 
 def last_whole(held: Sequence[Kept], mesh: AnyMesh) -> Key | None:
-    """Return the key (round, step) of the state that `move` would make; every rank of the mesh must call this.
+    """Return the key (round, step) of the last whole state; every rank of the mesh must call this.
 
-    `held` are the states that this rank has kept. None if no rank of `mesh` holds anything; LostError if no state is
-    whole.
+    `move` makes this state. `held`: the states kept by this rank; `mesh`: all ranks. None if no rank holds anything;
+    LostError if no state is whole.
 
     >>> from fshard import elastic
     >>> elastic.last_whole([elastic.keep({"w": torch.ones(2)}, step) for step in (3, 4)], None)
     (0, 4)
     """
-    common = _common(held, mesh, None)
+    common = _common(_usable(held), mesh, None)
     return None if common is None else common.key
 
 
@@ -107,19 +106,20 @@ def move(
     donate: bool = False,
     dir: str | os.PathLike[str] | None = None,
 ) -> Tree:
-    """Make a state like `like` of what all ranks of a mesh hold together; every rank of the mesh must call this.
+    """Make a state like `like` from the last whole state in all ranks' memory; every rank of the mesh must call this.
 
-    `held` are the states that this rank has kept, without those given away; [] on a new rank. `move` takes the last state, by (round, step), of
-    which every element is held, and its bits. `like` gives the tree, plan, dtypes and devices, as for
-    `checkpoint.restore`: number of ranks, mesh, units, splits, strategy and floating dtypes may differ from the held
-    state's. None on a spare rank, which only sends; the result is then None.
+    The state has the bits of the last (round, step) with every element on some rank. `like` gives tree, plan, dtypes
+    and devices, as for `checkpoint.restore`: number of ranks, mesh, units, splits, strategy and floating dtypes may
+    differ from the kept state's.
 
-    - `mesh`: the ranks that call, if some have no `like`; by default the mesh of `like`.
+    - `held`: the states kept by this rank; [] on a new rank. States given away are passed over.
+    - `like`: None on a spare rank: it sends its parts, and the result is None.
+    - `mesh`: all ranks, if some have no `like`; by default the mesh of `like`.
     - `donate=True`: give `like` away, and write into its memory.
-    - `dir`: checkpoints; LostError then names the last step in it.
+    - `dir`: checkpoints, of which LostError names the last.
 
-    LostError on all ranks if no rank holds anything, or elements of every state are gone: it names step, leaf and
-    elements. ValueError on all ranks lists names and shapes that differ from `like`. Dual: `keep`.
+    LostError on all ranks if no rank holds anything, or no state is whole: it names step, leaf and missing elements.
+    ValueError lists names and shapes unlike those of `like`. Dual: `keep`.
 
     >>> from fshard import elastic
     >>> before = elastic.keep({"w": torch.ones(2)}, step=3)
@@ -128,6 +128,7 @@ def move(
     """
     mesh = mesh_of(like) if mesh is None else mesh
     wanted = consensus.together(mesh, lambda: _wanted(held, like))
+    held = _usable(held)
     common = _common(held, mesh, dir)
     if common is None:
         raise LostError(f"move: no rank holds a state: begin with a new one{_last_checkpoint(dir, mesh)}")
@@ -139,10 +140,10 @@ def move(
 
 
 def reshard(state: Tree, like: Tree, *, mesh: AnyMesh = None, donate: bool = False) -> Tree:
-    """Make a state like `like` with the bits of a live state, on the same ranks; every rank must call this.
+    """Make a state like `like` from a live state, on the same ranks; every rank must call this.
 
-    `like` may have another plan, strategy, split and floating dtype: `move` without copies in host memory. `mesh`: the
-    ranks, for states without sharded leaves. `donate`: give `like` away, and write into its memory. Errors are those of
+    `like` may have another plan, strategy, split and floating dtype. No copies are made in host memory. `mesh`: the
+    ranks, for states without sharded leaves. `donate`: give `like` away, and write into its memory. Errors are as for
     `keep` and `move`.
 
     >>> from fshard import elastic
@@ -160,9 +161,12 @@ def _wanted(held: Sequence[Kept], like: Tree) -> Contents | None:
     return None if like is None else contents_of(like, "move", mesh_of(like))
 
 
+def _usable(held: Sequence[Kept]) -> list[Kept]:
+    return [kept for kept in held if not kept.life.given_away]
+
+
 def _common(held: Sequence[Kept], mesh: AnyMesh, dir: str | os.PathLike[str] | None) -> Common | None:
     """Return the last whole state; None if no rank holds anything."""
-    held = [kept for kept in held if not kept.life.given_away]
     keys = [json.loads(text) for text in consensus.of_all(json.dumps([kept.key for kept in held]), mesh)]
     first = {(*key,): rank for rank, of_rank in reversed([*enumerate(keys)]) for key in of_rank}
     records = [_record(kept, with_forms=first[kept.key] == rank_in(mesh)) for kept in held]
@@ -186,7 +190,7 @@ def _last_checkpoint(dir: str | os.PathLike[str] | None, mesh: AnyMesh) -> str:
 
 
 def _record(kept: Kept, with_forms: bool) -> Json:
-    """Return what other ranks must know, for JSON: key, leaves (of one rank alone), intervals."""
+    """Return key, leaves (for other ranks to know, from one rank alone) and intervals, for JSON."""
     forms = [[name, form.shape, NAMES[form.dtype], kept.orders.get(name, ())] for name, form in kept.forms.items()]
     number = {name: n for n, name in enumerate(kept.forms)}
     intervals = [(number[name], begin, begin + x.numel()) for name, begin, x in kept.parts]
@@ -219,7 +223,7 @@ def _check_alike(common: Common, wanted: Contents) -> None:
 
 
 def _source(span: SavedSpan, common: Common) -> tuple[Picks, int, int]:
-    """Return the interval of the common state with all elements of a span, and, in another order, their numbers."""
+    """Return numbers of a span's elements, if in another order, and the interval with all of them."""
     order, numel = common.orders[span.name], span.elements.numel()
     if order == span.order:
         return None, span.begin, span.begin + numel
@@ -228,7 +232,7 @@ def _source(span: SavedSpan, common: Common) -> tuple[Picks, int, int]:
 
 
 def _fill(spans: Sequence[SavedSpan], held: Sequence[Kept], common: Common, mesh: AnyMesh) -> None:
-    """Fill spans, of this rank's new state, from what all ranks hold."""
+    """Fill spans of this rank's new state from all ranks' parts."""
     number = {name: n for n, name in enumerate(common.forms)}
     sources = {number[span.name]: (span, *_source(span, common)) for span in spans if span.elements.numel()}
     mine: list[list[tuple[int, Tensor]]] = [[] for _ in number]
@@ -247,7 +251,7 @@ def _fill(spans: Sequence[SavedSpan], held: Sequence[Kept], common: Common, mesh
 
 
 def _items(leaf: int, holders: LeafHolders, asked: Sequence[tuple[int, int, int]], mesh: AnyMesh) -> Iterator[Item]:
-    """Yield what is sent of a leaf: from the rank itself if it holds the elements, else from the next rank after it."""
+    """Yield a leaf's items, from the rank itself if it holds the elements, else from the next holder after it."""
     size, sizes = num_ranks(mesh), [*axis_sizes(mesh).values()]
     for begin, end, rank in asked:
         for low, high, ranks in holders.cut(begin, end):
