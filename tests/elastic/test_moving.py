@@ -63,14 +63,14 @@ def test_a_live_state_is_resharded_on_its_ranks(kind: str) -> None:
         state = trained(mesh, kind, "adamw")
         before = whole(state)
         like = trained(mesh, "split" if "tensor" in KINDS[kind].axes else "ddp", "adamw", 0)
-        got = elastic.reshard(state, like, donate=True)
+        got = elastic.replan(state, like, donate=True)
         assert same_bits(whole(got), before)
         tree.map(lambda x: x.zero_(), got.params)
         assert same_bits(whole(state), before)
         with pytest.raises(fshard.DonatedError):
             fshard.gather_params(like.params)
         half = tree.map(lambda x: x.to(torch.bfloat16), state.params)
-        got = elastic.reshard(state.params, half)
+        got = elastic.replan(state.params, half)
         assert same_bits(fshard.gather_params(got), fshard.gather_params(half))
 
     World(axes=axes_of(kind, 4)).run(on_rank)

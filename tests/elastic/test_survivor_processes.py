@@ -20,16 +20,15 @@ STEPS = 4
 def three_go_on(mesh: Any, kind: str, dead: int) -> tuple[Tree, int] | None:
     """Two steps on four processes; then those that are left train on process groups of their own."""
     held: list[elastic.Kept] = []
-    train(mesh, held, kind, 0, 2, {})
+    train(mesh, held, kind, 0, 2, Trail())
     left = [rank for rank in range(4) if rank != dead]
     group = dist.new_group(left)
     if mesh.get_rank() == dead:
         return None
     rest = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
-    trail: Trail = {}
+    trail = Trail(begun=True)
     state = train(rest, held, kind, 1, STEPS, trail)
-    key = trail[1][1]
-    assert key == (0, 2)
+    assert trail.rounds[1] == (3, (0, 2))
     return whole(state), held[-1].key[1]
 
 
@@ -55,7 +54,7 @@ def to_other_plans(mesh: Any, folder: str) -> None:
             like = new_state(mesh, kind)
             got = elastic.move([kept], {"train": like, "tag": "", "n": 0})
             assert same_bits(got["train"], checkpoint.restore(folder, like))
-            assert same_bits(whole(elastic.reshard(state, like)), whole(state))
+            assert same_bits(whole(elastic.replan(state, like)), whole(state))
     with pytest.raises(fshard.MismatchError, match="'position' = 1"):
         elastic.keep({"train": state, "position": mesh.get_rank()}, 2)
 

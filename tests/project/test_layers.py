@@ -390,7 +390,7 @@ def test_every_public_name_is_there_and_documented() -> None:
         assert not text.startswith(f"{name}("), f"{name}: the docstring that dataclass makes"
 
 
-GROUPS = ["checkpoint", "collectives", "module", "optim", "random", "reduction", "testing", "tree", "wire"]
+GROUPS = ["checkpoint", "collectives", "elastic", "module", "optim", "random", "reduction", "testing", "tree", "wire"]
 
 
 @pytest.mark.parametrize("name", GROUPS)

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -106,15 +107,33 @@ def new_step(mesh: Any, kind: str) -> Any:
     return fshard.jit(step, backend="eager") if it.jit else step
 
 
-Trail = dict[int, tuple[int, tuple[int, int] | None]]  # by round: its ranks, and the key of the state it began from
+@dataclass
+class Trail:
+    """By round its ranks, and the key of the state it began from; whether all ranks ever held a state."""
+
+    rounds: dict[int, tuple[int, tuple[int, int] | None]] = field(default_factory=dict)
+    begun: bool = False
+
+
+def last_key(mesh: Any, held: list[Kept], begun: bool) -> tuple[int, int] | None:
+    """The key of the last whole state; None if there never was one."""
+    try:
+        return elastic.last_whole(held, mesh)
+    except elastic.LostError:
+        if begun:
+            raise
+        return None
 
 
 def start(mesh: Any, held: list[Kept], like: Tree, round: int, trail: Trail) -> tuple[Tree, int]:
-    """The state with which a round begins, kept beside the one from which it was made."""
-    key = elastic.last_whole(held, mesh)
-    trail[round] = mesh.size(), key
+    """The state with which a round begins, kept beside the one from which it was made until all ranks have it."""
+    key = last_key(mesh, held, trail.begun)
+    trail.rounds[round] = mesh.size(), key
     state, first = (like, 0) if key is None else (elastic.move(held, like, mesh=mesh), key[1])
     held[:] = [*(kept for kept in held if kept.key == key), elastic.keep(state, first, round=round)]
+    for axis in mesh.mesh_dim_names:
+        fshard.all_reduce(torch.ones(1), mesh, axis)
+    trail.begun = True
     return state, first
 
 
@@ -162,9 +181,9 @@ def whole(state: fshard.TrainState) -> Tree:
 def segments(trail: Trail) -> tuple[tuple[int, int], ...]:
     """(ranks, first step) of the rounds that led to the last one's states, back to a new state."""
     found = list[tuple[int, int]]()
-    at: tuple[int, int] | None = (max(trail), 0)
+    at: tuple[int, int] | None = (max(trail.rounds), 0)
     while at is not None:
-        ranks, at = trail[at[0]]
+        ranks, at = trail.rounds[at[0]]
         found.append((ranks, at[1] if at else 0))
     return (*reversed(found),)
 
@@ -193,5 +212,5 @@ def joined(kind: str, trail: tuple[tuple[int, int], ...], steps: int) -> Tree:
 def collectives(kind: str, ranks: int, steps: int) -> int:
     """How many collectives rank 0 makes in a run without deaths."""
     world = World(axes=axes_of(kind, ranks))
-    world.run(lambda mesh: train(mesh, [], kind, 0, steps, {}))
+    world.run(lambda mesh: train(mesh, [], kind, 0, steps, Trail()))
     return sum(0 in one.ranks for one in world.log)
