@@ -2,7 +2,7 @@
 
 from .keeping import Kept, keep
 from .meeting import Meeting
-from .moving import LostError, last_whole, move, reshard
+from .moving import LostError, last_whole, move, replan
 from .rounds import Member, run
 
-__all__ = ["Kept", "LostError", "Meeting", "Member", "keep", "last_whole", "move", "reshard", "run"]
+__all__ = ["Kept", "LostError", "Meeting", "Member", "keep", "last_whole", "move", "replan", "run"]

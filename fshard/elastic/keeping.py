@@ -1,12 +1,12 @@
 """`keep`: each rank holds its own part of a state in host memory, and a copy of a neighbour's part.
 
 Note [Two kept states]
-    A rank returns from `keep` after all ranks have entered it, so all ranks have finished the `keep` before. A rank
-    that holds its last two states therefore holds one state in common with all other ranks, and memory of an older
-    state may be reused. `reuse` is overwritten only after all ranks have entered.
+    A rank returns from `keep` after all ranks have entered it, so all ranks have finished the `keep` before. If each
+    rank holds its last two states, all ranks together hold one whole state. Memory of older states may be reused, but
+    only after all ranks have entered.
 
-    Steps of two histories may have equal numbers: a rank taken for dead may return with its own step 12. So the key of
-    a state is (round, step), and parts of two keys are never mixed. A round is a set of ranks, numbered by the caller.
+    Two histories may have steps of equal numbers: a rank taken for dead may return with its own step 12. So states have
+    the key (round, step), and parts of two keys are never mixed. The caller numbers rounds, one for each set of ranks.
 """
 
 from __future__ import annotations
@@ -33,22 +33,21 @@ from ..files.index import Json
 from ..layout.pieces import Parts, mesh_of
 from ..plan.ahead import host_row
 
-Key: TypeAlias = tuple[int, int]  # round, step
+StateKey: TypeAlias = tuple[int, int]  # round, step
 KeptPart: TypeAlias = tuple[str, int, Tensor]  # leaf, number of the first element, elements (n,)
 _BATCH = 1 << 26  # bytes that a rank sends at once, on average of all ranks
-_REMEDY = "Keep what belongs to one rank outside of the state, or as a leaf with the values of all ranks (all_gather)"
+_KEEP_OUTSIDE = "Keep values of one rank outside of the state, or the values of all ranks in one leaf (all_gather)"
 
 
 @dataclass(frozen=True, eq=False)
 class Kept:
     """A rank's share of a state, in host memory: its own part, and a copy of a neighbour's.
 
-    `key` is (round, step). `parts` are tuples (leaf, number of the first element, elements (n,)), elements in the order
-    of `orders` (row-major if a leaf is missing there). `forms` and `values`, shapes and numbers of leaves, are equal on
-    all ranks.
+    `key` is (round, step). `parts` are tuples: leaf, number of the first element, elements (n,). `orders` has the order
+    of elements of split leaves.
     """
 
-    key: Key
+    key: StateKey
     forms: Mapping[str, Form] = field(repr=False)
     orders: Mapping[str, tuple[int, ...]] = field(repr=False)
     values: Mapping[str, Json] = field(repr=False)
@@ -69,21 +68,19 @@ def keep(
 ) -> Kept:
     """Copy this rank's part of a state to host memory, and to the next rank's; every rank must call this.
 
-    A state is a tree as for `checkpoint.save`. If ranks are lost, `move` makes the state of the ranks that are left.
-    Every element is then in the memory of two ranks: the rank that has it, and the rank `distance` further along
-    `axis`. Elements that several ranks have (along a replicate axis, or whole) are not sent.
+    `state` is a tree as for `checkpoint.save`. If ranks are lost, `move` makes the state of the other ranks. Two ranks
+    hold each element: its own rank, and the rank `distance` further along `axis`. Elements of several ranks (along a
+    replicate axis, or whole) are not sent. Hold two states: the last may be whole on no ranks yet.
 
-    - `step`, `round`: the key of the state. Count a round up for each new set of ranks: `move` never mixes states of
-      two keys, and takes the largest.
-    - `reuse`: an older state of this rank, given away: its memory takes the new state. The state before this one must
-      stay until `keep` returns on all ranks.
-    - `axis`: a mesh axis, by default the first of several ranks; `distance`: pass the number of ranks on one host for
-      copies on another host.
-    - `mesh`: the ranks that hold the state together, for a state without sharded leaves.
+    - `step`, `round`: `move` takes the largest (round, step), and never mixes two. Each new set of ranks is a round.
+    - `reuse`: an older state of this rank, given away: its memory takes the new state. It must be older than the last.
+    - `axis`: by default the first axis of several ranks. `distance`: with the number of ranks on a host, copies are on
+      another host.
+    - `mesh`: the ranks, for a state without sharded leaves.
 
-    MismatchError on all ranks if numbers, strings or unsharded tensors differ between ranks: it names the leaf.
-    ValueError for an axis that the mesh lacks, a distance that leads back to the rank itself, and a leaf without
-    values; TypeError for other kinds of leaves. DonatedError if `reuse` was given away before. Dual: `move`.
+    MismatchError on all ranks names a number, string or unsharded tensor with other values on other ranks. ValueError
+    for an unknown axis, a multiple of the axis as distance, a leaf without values; TypeError for other leaves.
+    DonatedError if `reuse` was given away before. Dual: `move`.
 
     >>> from fshard import elastic
     >>> kept = elastic.keep({"w": torch.arange(3.0), "epoch": 7}, step=100)
@@ -95,28 +92,29 @@ def keep(
     axis = next((name for name, size in sizes.items() if size > 1), None) if axis is None else axis
 
     def checked() -> Contents:
-        _check_arguments(step, round, axis, distance, reuse, mesh)
+        _check_keep(step, round, axis, distance, reuse, mesh)
         return contents_to_save(state, mesh, "keep")
 
     contents = consensus.together(mesh, checked)
-    _check_equal(contents, f"keep: step={step}, round={round}, axis={axis!r}, distance={distance}")
+    _check_values(contents, f"keep: step={step}, round={round}, axis={axis!r}, distance={distance}")
     old = [] if reuse is None else [*reuse.memory]
     if reuse is not None:  # all ranks have entered
         reuse.life.given_away = True
-    neighbour = None if sizes.get(axis or "", 1) == 1 else _Neighbour(primitives.along(mesh, axis), distance)
-    parts, memory = _copied(contents, {} if neighbour is None else _alone(state, mesh, neighbour), neighbour, old)
+    neighbour = _Neighbour(primitives.along(mesh, axis), distance) if axis is not None and sizes[axis] > 1 else None
+    arriving = {} if neighbour is None else _alone_before(state, mesh, neighbour)
+    parts, memory = _copied(contents, arriving, neighbour, old)
     return Kept((round, step), contents.forms, contents.orders, contents.values, parts, memory)
 
 
 def live(state: Tree, mesh: AnyMesh) -> Kept:
-    """Return this rank's part of a state, without copies, as a `Kept` that must not outlive the state."""
-    contents = consensus.together(mesh, lambda: contents_to_save(state, mesh, "reshard"))
-    _check_equal(contents, "reshard: the state")
+    """Return views of this rank's part of a state."""
+    contents = consensus.together(mesh, lambda: contents_to_save(state, mesh, "replan"))
+    _check_values(contents, "replan: the state")
     parts = [(part.name, part.begin, part.elements.reshape(-1)) for part in contents.parts if part.elements.numel()]
     return Kept((0, 0), contents.forms, contents.orders, contents.values, parts)
 
 
-def _check_arguments(step: int, round: int, axis: str | None, distance: int, reuse: Kept | None, mesh: AnyMesh) -> None:
+def _check_keep(step: int, round: int, axis: str | None, distance: int, reuse: Kept | None, mesh: AnyMesh) -> None:
     check_whole("keep: step", step, least=0, what="the number of a step")
     check_whole("keep: round", round, least=0, what="the number of a round")
     check_whole("keep: distance", distance, what="a number of ranks")
@@ -127,18 +125,18 @@ def _check_arguments(step: int, round: int, axis: str | None, distance: int, reu
         reuse.life.check("Kept", "memory")
 
 
-def _check_equal(contents: Contents, call: str) -> None:
-    """MismatchError on every rank if the call, forms of leaves, or values outside of sharded leaves differ."""
+def _check_values(contents: Contents, call: str) -> None:
+    """MismatchError on every rank if calls, forms of leaves, or values of unsharded leaves differ."""
     lines = [call, *(f"{name!r} = {value!r}" for name, value in contents.values.items())]
     forms = ((name, form, contents.orders.get(name) or "") for name, form in contents.forms.items())
     lines += [f"{name!r} {form.dtype} {list(form.shape)}{order}" for name, form, order in forms]
     plain = (part for part in contents.parts if part.name not in contents.orders)
     lines += [f"{part.name!r} with bits {digest_of_blocks(part.elements)}" for part in plain]
-    consensus.check_same(contents.mesh, "\n".join(lines), f"{call.partition(':')[0]}: the state", _REMEDY)
+    consensus.check_same(contents.mesh, "\n".join(lines), f"{call.partition(':')[0]}: the state", _KEEP_OUTSIDE)
 
 
 class _Neighbour(NamedTuple):
-    """The ranks along an axis, and the distance of the rank that gets a copy."""
+    """The ranks along an axis, and the distance to the rank with the copy."""
 
     ranks: Ranks
     distance: int
@@ -152,9 +150,9 @@ class _Neighbour(NamedTuple):
         return (self.ranks.rank + self.distance) % self.ranks.size
 
 
-def _alone(state: Tree, mesh: AnyMesh, neighbour: _Neighbour) -> dict[str, tuple[int, int]]:
-    """Return (first element, number of elements) by leaf of the parts that only the rank before this one has."""
-    sizes, found = axis_sizes(mesh), dict[str, tuple[int, int]]()
+def _alone_before(state: Tree, mesh: AnyMesh, neighbour: _Neighbour) -> dict[str, tuple[int, int]]:
+    """Return (first element, number of elements) by leaf of all parts on the rank before this one alone."""
+    sizes, intervals = axis_sizes(mesh), dict[str, tuple[int, int]]()
     at = {axis: coordinate(mesh, (axis,)) for axis in sizes} | {neighbour.ranks.axis: neighbour.before}
     layouts = ((path, node.layout) for path, node in tree.paths_to(state, Parts) if isinstance(node, Parts))
     for path, layout in layouts:
@@ -162,12 +160,12 @@ def _alone(state: Tree, mesh: AnyMesh, neighbour: _Neighbour) -> dict[str, tuple
             if all(size == 1 or axis in row.over for axis, size in sizes.items()):
                 number = number_of([at[axis] for axis in row.over], [sizes[axis] for axis in row.over])
                 spans = ((layout.leaves[span.leaf].path, span) for span in row.spans(number) if span.numel)
-                found |= {tree.joined(path, leaf): (span.begin, span.numel) for leaf, span in spans}
-    return found
+                intervals |= {tree.joined(path, leaf): (span.begin, span.numel) for leaf, span in spans}
+    return intervals
 
 
 def batches(forms: Mapping[str, Form], ranks: int) -> Iterator[list[str]]:
-    """Yield the names of leaves, in lists equal on all ranks; a rank has about `_BATCH` bytes of each list's leaves."""
+    """Yield lists of leaves, equal on all ranks; a rank has about `_BATCH` bytes of each list."""
     ends = accumulate(form.numel * form.dtype.itemsize for form in forms.values())
     for _, batch in groupby(zip(forms, ends, strict=True), lambda pair: pair[1] // (_BATCH * ranks)):
         yield [name for name, _ in batch]
@@ -176,27 +174,30 @@ def batches(forms: Mapping[str, Form], ranks: int) -> Iterator[list[str]]:
 def _copied(
     contents: Contents, arriving: Mapping[str, tuple[int, int]], neighbour: _Neighbour | None, old: list[Tensor]
 ) -> tuple[list[KeptPart], list[Tensor]]:
-    """Copy this rank's parts and `arriving` to host memory, `old` if large enough; return parts and memory."""
-    own = {part.name: part for part in contents.parts if part.elements.numel()}
+    """Copy this rank's parts, and `arriving`, to host memory, to `old` if it has room; return parts and memory."""
+    by_name = {part.name: part for part in contents.parts if part.elements.numel()}
     device, parts, memory = mesh_device(contents.mesh), list[KeptPart](), list[Tensor]()
 
-    def room(held: Held) -> Tensor:
-        size, number = packed_size(held), len(memory)
+    def room(forms: Held) -> Tensor:
+        size, number = packed_size(forms), len(memory)
         fits = number < len(old) and len(old[number]) >= size
         memory.append(old[number] if fits else host_row(size, torch.uint8, device))
         return memory[-1][:size]
 
+    def add(names: Sequence[tuple[str, int]], data: Tensor, forms: Held) -> None:
+        parts.extend((*name, x) for name, x in zip(names, unpack_bytes(data, forms), strict=True))
+
     for names in batches(contents.forms, contents.ranks):
-        mine = sorted((own[name] for name in names if name in own), key=lambda part: part.holders > 1)  # stable
-        held = [(part.elements.dtype, part.elements.numel()) for part in mine]
-        message = _packed([part.elements for part in mine], here := room(held), device)
-        parts += [(x.name, x.begin, y) for x, y in zip(mine, unpack_bytes(here, held), strict=True)]
-        theirs = [(name, *arriving[name]) for name in names if name in arriving]
-        held_there = [(contents.forms[name].dtype, numel) for name, _, numel in theirs]
+        spans = sorted((by_name[name] for name in names if name in by_name), key=lambda x: x.holders > 1)  # stable
+        forms = [(x.elements.dtype, x.elements.numel()) for x in spans]
+        alone = packed_size([form for x, form in zip(spans, forms, strict=True) if x.holders == 1])
+        message = _packed([x.elements for x in spans], data := room(forms), device)
+        add([(x.name, x.begin) for x in spans], data, forms)
         if neighbour is not None:
-            alone = packed_size([each for part, each in zip(mine, held, strict=True) if part.holders == 1])
-            _exchange(message[:alone], there := room(held_there), neighbour)
-            parts += [(x[0], x[1], y) for x, y in zip(theirs, unpack_bytes(there, held_there), strict=True)]
+            others = [(name, *arriving[name]) for name in names if name in arriving]
+            forms = [(contents.forms[name].dtype, numel) for name, _, numel in others]
+            _sent_on(message[:alone], data := room(forms), neighbour)
+            add([(name, begin) for name, begin, _ in others], data, forms)
     return parts, memory
 
 
@@ -209,8 +210,8 @@ def _packed(tensors: Sequence[Tensor], out: Tensor, device: torch.device) -> Ten
     return data
 
 
-def _exchange(message: Tensor, out: Tensor, neighbour: _Neighbour) -> None:
-    """Send a message to the rank after this one, and fill `out`, host memory, with that of the rank before."""
+def _sent_on(message: Tensor, out: Tensor, neighbour: _Neighbour) -> None:
+    """Send a message to the rank after this one, and receive one from the rank before, into host memory."""
     ranks = neighbour.ranks
     sent, received = ([0] * ranks.size for _ in range(2))
     sent[neighbour.after], received[neighbour.before] = len(message), len(out)

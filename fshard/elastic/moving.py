@@ -1,10 +1,9 @@
-"""`move`: make a state of any ranks, mesh, plan and strategy from parts in the memory of all ranks together.
+"""`move`: make a state of any ranks, mesh, plan and strategy from the parts in the memory of all ranks.
 
 Note [One whole state]
-    Ranks tell each other the keys and intervals that they hold. Every rank so finds the same last key of which each
-    element is held, and the same sender of each interval, and sends along one mesh axis after the other. Ranks may hold
-    nothing (they are new), or want nothing (they are spare). A state becomes another state of any other ranks with its
-    bits; leaves change their order if they are split in another way.
+    Ranks tell each other the intervals of leaves in their memory. From these every rank finds the same last whole
+    state, and the same sender of each interval. A message goes along one mesh axis after the other. New ranks hold
+    nothing; spare ranks want nothing.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from ..files.safetensors_file import DTYPES, NAMES
 from ..layout.layout import Picks, picks_in, within
 from ..layout.pieces import mesh_of
 from ..whole.moves import Item, moved_along, stage
-from .keeping import Kept, Key, batches, live
+from .keeping import Kept, StateKey, batches, live
 
-_SHOWN = 3  # intervals in an error
+_MISSING_SHOWN = 3  # intervals in an error
 
 
 class LostError(RuntimeError):
@@ -41,7 +40,7 @@ class LostError(RuntimeError):
 
 
 class LeafHolders(NamedTuple):
-    """The ranks that hold a leaf: `ranks[i]` hold elements [edges[i], edges[i + 1])."""
+    """The holders of a leaf: `ranks[i]` hold elements [edges[i], edges[i + 1])."""
 
     edges: list[int]
     ranks: list[list[int]]
@@ -66,9 +65,9 @@ def _holders_of(numel: int, intervals: Sequence[tuple[int, int, int]]) -> LeafHo
 
 @dataclass(frozen=True)
 class Common:
-    """A state that ranks hold together. Leaves are numbered in the order of `forms`."""
+    """A state in the memory of all ranks together. Leaves are numbered in the order of `forms`."""
 
-    key: Key
+    key: StateKey
     forms: dict[str, Form]
     orders: dict[str, tuple[int, ...]]
     values: dict[str, Json]
@@ -85,17 +84,17 @@ class Common:
         ]
 
 
-def last_whole(held: Sequence[Kept], mesh: AnyMesh) -> Key | None:
-    """Return the key (round, step) of the state that `move` would make; every rank of the mesh must call this.
+def last_whole(held: Sequence[Kept], mesh: AnyMesh) -> StateKey | None:
+    """Return the key (round, step) of the last whole state; every rank of the mesh must call this.
 
-    `held` are the states that this rank has kept. None if no rank of `mesh` holds anything; LostError if no state is
-    whole.
+    `move` makes this state. `held`: the states kept by this rank; `mesh`: all ranks. None if no rank holds anything;
+    LostError if no state is whole.
 
     >>> from fshard import elastic
     >>> elastic.last_whole([elastic.keep({"w": torch.ones(2)}, step) for step in (3, 4)], None)
     (0, 4)
     """
-    common = _common(held, mesh, None)
+    common = _common([kept for kept in held if not kept.life.given_away], mesh, None)
     return None if common is None else common.key
 
 
@@ -107,19 +106,20 @@ def move(
     donate: bool = False,
     dir: str | os.PathLike[str] | None = None,
 ) -> Tree:
-    """Make a state like `like` of what all ranks of a mesh hold together; every rank of the mesh must call this.
+    """Make a state like `like` from the last whole state in all ranks' memory; every rank of the mesh must call this.
 
-    `held` are the states that this rank has kept, without those given away; [] on a new rank. `move` takes the last state, by (round, step), of
-    which every element is held, and its bits. `like` gives the tree, plan, dtypes and devices, as for
-    `checkpoint.restore`: number of ranks, mesh, units, splits, strategy and floating dtypes may differ from the held
-    state's. None on a spare rank, which only sends; the result is then None.
+    The state has the bits of the last (round, step) with every element on some rank. `like` gives tree, plan, dtypes
+    and devices, as for `checkpoint.restore`: number of ranks, mesh, units, splits, strategy and floating dtypes may
+    differ from the kept state's.
 
-    - `mesh`: the ranks that call, if some have no `like`; by default the mesh of `like`.
+    - `held`: the states kept by this rank; [] on a new rank. States given away are passed over.
+    - `like`: None on a spare rank: it sends its parts, and the result is None.
+    - `mesh`: all ranks, if some have no `like`; by default the mesh of `like`.
     - `donate=True`: give `like` away, and write into its memory.
-    - `dir`: checkpoints; LostError then names the last step in it.
+    - `dir`: checkpoints, of which LostError names the last.
 
-    LostError on all ranks if no rank holds anything, or elements of every state are gone: it names step, leaf and
-    elements. ValueError on all ranks lists names and shapes that differ from `like`. Dual: `keep`.
+    LostError on all ranks if no rank holds anything, or no state is whole: it names step, leaf and missing elements.
+    ValueError lists names and shapes unlike those of `like`. Dual: `keep`.
 
     >>> from fshard import elastic
     >>> before = elastic.keep({"w": torch.ones(2)}, step=3)
@@ -128,25 +128,26 @@ def move(
     """
     mesh = mesh_of(like) if mesh is None else mesh
     wanted = consensus.together(mesh, lambda: _wanted(held, like))
-    common = _common(held, mesh, dir)
+    usable = [kept for kept in held if not kept.life.given_away]
+    common = _common(usable, mesh, dir)
     if common is None:
         raise LostError(f"move: no rank holds a state: begin with a new one{_last_checkpoint(dir, mesh)}")
-    consensus.together(mesh, lambda: None if wanted is None else _check_alike(common, wanted))
+    consensus.together(mesh, lambda: None if wanted is None else _check_like(common, wanted))
     state = None if like is None else made_like(like, mesh, donate, lambda path, _: common.values[path])
     spans = [] if state is None else contents_of(state, "move", mesh_of(state)).parts
-    _fill(spans, [kept for kept in held if kept.key == common.key], common, mesh)
+    _fill_spans(spans, [kept for kept in usable if kept.key == common.key], common, mesh)
     return state
 
 
-def reshard(state: Tree, like: Tree, *, mesh: AnyMesh = None, donate: bool = False) -> Tree:
-    """Make a state like `like` with the bits of a live state, on the same ranks; every rank must call this.
+def replan(state: Tree, like: Tree, *, mesh: AnyMesh = None, donate: bool = False) -> Tree:
+    """Make a state like `like` from a live state, on the same ranks; every rank must call this.
 
-    `like` may have another plan, strategy, split and floating dtype: `move` without copies in host memory. `mesh`: the
-    ranks, for states without sharded leaves. `donate`: give `like` away, and write into its memory. Errors are those of
+    `like` may have another plan, strategy, split and floating dtype. No copies are made in host memory. `mesh`: the
+    ranks, for states without sharded leaves. `donate`: give `like` away, and write into its memory. Errors are as for
     `keep` and `move`.
 
     >>> from fshard import elastic
-    >>> elastic.reshard({"w": torch.ones(2)}, {"w": torch.zeros(2, dtype=torch.float64)})
+    >>> elastic.replan({"w": torch.ones(2)}, {"w": torch.zeros(2, dtype=torch.float64)})
     {'w': tensor([1., 1.], dtype=torch.float64)}
     """
     mesh = mesh_of(state) if mesh is None else mesh
@@ -162,18 +163,17 @@ def _wanted(held: Sequence[Kept], like: Tree) -> Contents | None:
 
 def _common(held: Sequence[Kept], mesh: AnyMesh, dir: str | os.PathLike[str] | None) -> Common | None:
     """Return the last whole state; None if no rank holds anything."""
-    held = [kept for kept in held if not kept.life.given_away]
     keys = [json.loads(text) for text in consensus.of_all(json.dumps([kept.key for kept in held]), mesh)]
     first = {(*key,): rank for rank, of_rank in reversed([*enumerate(keys)]) for key in of_rank}
     records = [_record(kept, with_forms=first[kept.key] == rank_in(mesh)) for kept in held]
     by_rank = [json.loads(text) for text in consensus.of_all(json.dumps(records), mesh)]
     missing = ""
     for key in sorted(first, reverse=True):
-        records = [(rank, *rest) for rank, rows in enumerate(by_rank) for found, *rest in rows if (*found,) == key]
+        records = [(rank, *rest) for rank, rows in enumerate(by_rank) for at, *rest in rows if (*at,) == key]
         common = _of_key(key, records)
         if not (gone := common.missing()):
             return common
-        shown = ", ".join(gone[:_SHOWN]) + ", ..." * (len(gone) > _SHOWN)
+        shown = ", ".join(gone[:_MISSING_SHOWN]) + ", ..." * (len(gone) > _MISSING_SHOWN)
         missing = missing or f"step {key[1]} (round {key[0]}), no rank has {shown}"
     if missing:
         raise LostError(f"move: no state is whole: of {missing}{_last_checkpoint(dir, mesh)}")
@@ -186,14 +186,14 @@ def _last_checkpoint(dir: str | os.PathLike[str] | None, mesh: AnyMesh) -> str:
 
 
 def _record(kept: Kept, with_forms: bool) -> Json:
-    """Return what other ranks must know, for JSON: key, leaves (of one rank alone), intervals."""
+    """Return key, leaves (for other ranks to know, from one rank alone) and intervals, for JSON."""
     forms = [[name, form.shape, NAMES[form.dtype], kept.orders.get(name, ())] for name, form in kept.forms.items()]
     number = {name: n for n, name in enumerate(kept.forms)}
     intervals = [(number[name], begin, begin + x.numel()) for name, begin, x in kept.parts]
     return [kept.key, [forms, dict(kept.values)] if with_forms else None, intervals]
 
 
-def _of_key(key: Key, records: Sequence[tuple[int, Any, list[tuple[int, int, int]]]]) -> Common:
+def _of_key(key: StateKey, records: Sequence[tuple[int, Any, list[tuple[int, int, int]]]]) -> Common:
     forms, values = next(head for _, head, _ in records if head is not None)
     by_leaf: list[list[tuple[int, int, int]]] = [[] for _ in forms]
     for rank, _, intervals in records:
@@ -204,7 +204,7 @@ def _of_key(key: Key, records: Sequence[tuple[int, Any, list[tuple[int, int, int
     return Common(key, named, {name: (*order,) for name, *_, order in forms}, values, leaves)
 
 
-def _check_alike(common: Common, wanted: Contents) -> None:
+def _check_like(common: Common, wanted: Contents) -> None:
     names = [*wanted.forms, *wanted.values]
     differences = [*name_differences([[name] for name in names], [*common.forms, *common.values], "`like`")]
     for name, form in wanted.forms.items():
@@ -218,8 +218,8 @@ def _check_alike(common: Common, wanted: Contents) -> None:
         raise ValueError(f"move: the state of step {common.key[1]} differs from `like`: {'; '.join(differences)}")
 
 
-def _source(span: SavedSpan, common: Common) -> tuple[Picks, int, int]:
-    """Return the interval of the common state with all elements of a span, and, in another order, their numbers."""
+def _source_of(span: SavedSpan, common: Common) -> tuple[Picks, int, int]:
+    """Return numbers of a span's elements, if in another order, and the interval with all of them."""
     order, numel = common.orders[span.name], span.elements.numel()
     if order == span.order:
         return None, span.begin, span.begin + numel
@@ -227,13 +227,13 @@ def _source(span: SavedSpan, common: Common) -> tuple[Picks, int, int]:
     return picks, int(picks[0][0]), int(picks[0][-1]) + 1
 
 
-def _fill(spans: Sequence[SavedSpan], held: Sequence[Kept], common: Common, mesh: AnyMesh) -> None:
-    """Fill spans, of this rank's new state, from what all ranks hold."""
+def _fill_spans(spans: Sequence[SavedSpan], held: Sequence[Kept], common: Common, mesh: AnyMesh) -> None:
+    """Fill spans of this rank's new state from all ranks' parts."""
     number = {name: n for n, name in enumerate(common.forms)}
-    sources = {number[span.name]: (span, *_source(span, common)) for span in spans if span.elements.numel()}
-    mine: list[list[tuple[int, Tensor]]] = [[] for _ in number]
+    sources = {number[span.name]: (span, *_source_of(span, common)) for span in spans if span.elements.numel()}
+    parts: list[list[tuple[int, Tensor]]] = [[] for _ in number]
     for name, begin, x in (part for kept in held for part in kept.parts):
-        mine[number[name]].append((begin, x))
+        parts[number[name]].append((begin, x))
     intervals = [(leaf, begin, end) for leaf, (_, _, begin, end) in sources.items()]
     asked: list[list[tuple[int, int, int]]] = [[] for _ in number]
     for rank, text in enumerate(consensus.of_all(json.dumps(intervals), mesh)):
@@ -241,13 +241,13 @@ def _fill(spans: Sequence[SavedSpan], held: Sequence[Kept], common: Common, mesh
             asked[leaf].append((begin, end, rank))
     for names in batches(common.forms, num_ranks(mesh)):
         leaves = [number[name] for name in names]
-        items = sorted({item for leaf in leaves for item in _items(leaf, common.leaves[leaf], asked[leaf], mesh)})
-        for item, x in _arrived(items, mine, common, mesh).items():
-            _write(x, item.begin, *sources[item.leaf][:2])
+        items = sorted({item for leaf in leaves for item in _items_of(leaf, common.leaves[leaf], asked[leaf], mesh)})
+        for item, x in _arrived(items, parts, common, mesh).items():
+            _write_item(x, item.begin, *sources[item.leaf][:2])
 
 
-def _items(leaf: int, holders: LeafHolders, asked: Sequence[tuple[int, int, int]], mesh: AnyMesh) -> Iterator[Item]:
-    """Yield what is sent of a leaf: from the rank itself if it holds the elements, else from the next rank after it."""
+def _items_of(leaf: int, holders: LeafHolders, asked: Sequence[tuple[int, int, int]], mesh: AnyMesh) -> Iterator[Item]:
+    """Yield a leaf's items, from the rank itself if it holds the elements, else from the next holder after it."""
     size, sizes = num_ranks(mesh), [*axis_sizes(mesh).values()]
     for begin, end, rank in asked:
         for low, high, ranks in holders.cut(begin, end):
@@ -256,12 +256,12 @@ def _items(leaf: int, holders: LeafHolders, asked: Sequence[tuple[int, int, int]
 
 
 def _arrived(
-    items: Sequence[Item], mine: Sequence[Sequence[tuple[int, Tensor]]], common: Common, mesh: AnyMesh
+    items: Sequence[Item], parts: Sequence[Sequence[tuple[int, Tensor]]], common: Common, mesh: AnyMesh
 ) -> dict[Item, Tensor]:
     """Send items along one axis after the other; return the items for this rank."""
     sizes, dtypes = axis_sizes(mesh), [form.dtype for form in common.forms.values()]
     here = (*digits(rank_in(mesh), [*sizes.values()]),)
-    holding = {item: _elements(mine[item.leaf], item) for item in items if item.source == here}
+    holding = {item: _elements(parts[item.leaf], item) for item in items if item.source == here}
     for k, axis in reversed([*enumerate(sizes)]):
         sends, recvs = stage(k, sizes[axis], here, items)
         holding = moved_along(along(mesh, axis), dtypes, sends, recvs, holding, "move")
@@ -274,7 +274,7 @@ def _elements(parts: Sequence[tuple[int, Tensor]], item: Item) -> Tensor:
     return x[item.begin - begin :][: item.numel]
 
 
-def _write(x: Tensor, begin: int, span: SavedSpan, picks: Picks) -> None:
+def _write_item(x: Tensor, begin: int, span: SavedSpan, picks: Picks) -> None:
     """Write elements [begin, begin + n) of the common state to their positions in a span."""
     out = span.elements.view(-1)
     if picks is None:

@@ -15,7 +15,7 @@ from fshard import checkpoint, elastic, optim
 from fshard.core.tree import Tree
 from fshard.elastic import Kept
 from fshard.testing import World
-from fshard.testing.scheduler import Dies, Fault, RankDied
+from fshard.testing.scheduler import Fault, RankDied
 
 ROWS = 12  # of a step, over all ranks
 NOTE = {"tag": "run", "n": 3}  # plain leaves beside the state
@@ -108,28 +108,40 @@ def new_step(mesh: Any, kind: str) -> Any:
 
 
 @dataclass
-class Member:
-    """What a process has beside the ranks of a round."""
+class Trail:
+    """By round its ranks, and the key of the state it began from; whether all ranks ever held a state."""
 
-    held: list[Kept] = field(default_factory=list)
+    rounds: dict[int, tuple[int, tuple[int, int] | None]] = field(default_factory=dict)
+    begun: bool = False
 
 
-def start(mesh: Any, held: list[Kept], like: Tree, round: int) -> tuple[Tree, int]:
-    """The state with which a round begins, kept beside the one from which it was made."""
-    key = elastic.last_whole(held, mesh)
+def last_key(mesh: Any, held: list[Kept], begun: bool) -> tuple[int, int] | None:
+    """The key of the last whole state; None if there never was one."""
+    try:
+        return elastic.last_whole(held, mesh)
+    except elastic.LostError:
+        if begun:
+            raise
+        return None
+
+
+def start(mesh: Any, held: list[Kept], like: Tree, round: int, trail: Trail) -> tuple[Tree, int]:
+    """The state with which a round begins, kept beside the one from which it was made until all ranks have it."""
+    key = last_key(mesh, held, trail.begun)
+    trail.rounds[round] = mesh.size(), key
     state, first = (like, 0) if key is None else (elastic.move(held, like, mesh=mesh), key[1])
     held[:] = [*(kept for kept in held if kept.key == key), elastic.keep(state, first, round=round)]
+    for axis in mesh.mesh_dim_names:
+        fshard.all_reduce(torch.ones(1), mesh, axis)
+    trail.begun = True
     return state, first
 
 
 def train(
-    mesh: Any, held: list[Kept], kind: str, round: int, steps: int, trail: list[Any], reuse: bool = True
+    mesh: Any, held: list[Kept], kind: str, round: int, steps: int, trail: Trail, reuse: bool = True
 ) -> fshard.TrainState:
-    """A run that goes on from what all ranks hold; `trail` gets (ranks, first step) of each round."""
-    rank, ranks = fshard.rank_and_size(mesh)
-    begun, first = start(mesh, held, {"train": new_state(mesh, kind), **NOTE}, round)
-    if rank == 0:
-        trail.append((ranks, first))
+    """A run that goes on from what all ranks hold."""
+    begun, first = start(mesh, held, {"train": new_state(mesh, kind), **NOTE}, round, trail)
     state, step = begun["train"], new_step(mesh, kind)
     data, number = data_rank(mesh, kind)
     for k in range(first, steps):
@@ -147,13 +159,13 @@ def data_rank(mesh: Any, kind: str) -> tuple[int, int]:
 
 
 def one_round(
-    members: Sequence[Member], kind: str, round: int, steps: int, trail: list[Any], faults: Sequence[Fault] = ()
+    members: Sequence[list[Kept]], kind: str, round: int, steps: int, trail: Trail, faults: Sequence[Fault] = ()
 ) -> Tree | None:
-    """The state after `steps`, made whole; None if a rank has died."""
+    """The state after `steps`, made whole; None if a rank has died. `members`: what each rank holds."""
     world = World(axes=axes_of(kind, len(members)), faults=faults)
 
     def on_rank(mesh: Any) -> Tree:
-        return whole(train(mesh, members[mesh.get_rank()].held, kind, round, steps, trail))
+        return whole(train(mesh, members[mesh.get_rank()], kind, round, steps, trail))
 
     try:
         return world.run(on_rank)[0]
@@ -166,10 +178,20 @@ def whole(state: fshard.TrainState) -> Tree:
     return fshard.tree.leaves(fshard.testing.whole_state(state))
 
 
+def segments(trail: Trail) -> tuple[tuple[int, int], ...]:
+    """(ranks, first step) of the rounds that led to the last one's states, back to a new state."""
+    found = list[tuple[int, int]]()
+    at: tuple[int, int] | None = (max(trail.rounds), 0)
+    while at is not None:
+        ranks, at = trail.rounds[at[0]]
+        found.append((ranks, at[1] if at else 0))
+    return (*reversed(found),)
+
+
 @cache
 def joined(kind: str, trail: tuple[tuple[int, int], ...], steps: int) -> Tree:
-    """The same segments, each on its ranks, joined by checkpoints in a folder."""
-    lasts = [first for _, first in trail[1:]] + [steps]
+    """The same segments, (ranks, first step), joined by checkpoints in a folder."""
+    result, lasts = None, [first for _, first in trail[1:]] + [steps]
     with tempfile.TemporaryDirectory() as folder:
 
         def segment(mesh: Any, first: int, last: int) -> Tree:
@@ -182,17 +204,13 @@ def joined(kind: str, trail: tuple[tuple[int, int], ...], steps: int) -> Tree:
             return whole(state)
 
         for (ranks, first), last in zip(trail, lasts, strict=True):
-            result = World(axes=axes_of(kind, ranks)).run(segment, first, last)[0] if first < last else None
+            if first < last:
+                result = World(axes=axes_of(kind, ranks)).run(segment, first, last)[0]
     return result
 
 
 def collectives(kind: str, ranks: int, steps: int) -> int:
     """How many collectives rank 0 makes in a run without deaths."""
     world = World(axes=axes_of(kind, ranks))
-    world.run(lambda mesh: train(mesh, [], kind, 0, steps, []))
+    world.run(lambda mesh: train(mesh, [], kind, 0, steps, Trail()))
     return sum(0 in one.ranks for one in world.log)
-
-
-def dies(rank: int, at: int) -> list[Fault]:
-    """The fault of a rank that dies at a collective."""
-    return [Dies(rank, at)]
