@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -180,12 +181,11 @@ def what_is_closed(mesh: Any) -> dict[str, str]:
 
 
 def of_two_axes(mesh: Any) -> dict[str, str]:
-    """A mesh of one axis of another one is closed, and with it the other one; and another one of the same groups."""
+    """What a rank hears along the axes of a mesh after a part with one of its axes was closed."""
     fshard.make_plan({"w": torch.ones(3)}, mesh)
     fshard.make_plan({"w": torch.ones(3)}, mesh["shard"])
     fshard.close(mesh["shard"])
-    axes = mesh.mesh_dim_names
-    return {axis: _error(lambda axis=axis: fshard.all_reduce(torch.ones(1), mesh, axis)) for axis in axes}
+    return {axis: _error(partial(fshard.all_reduce, torch.ones(1), mesh, axis)) for axis in mesh.mesh_dim_names}
 
 
 def destroyed_before(mesh: Any) -> str:
