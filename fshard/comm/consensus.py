@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,7 +20,7 @@ from ..core.arguments import call_site, frame_of, line_of
 from ..core.func_levels import differentiates
 from ..core.storage import words
 from . import collectives, primitives
-from .mesh import MESHES, AnyMesh, Axes, Grid, adapted, axis_sizes, mesh_device, num_ranks, unconnected
+from .mesh import MESHES, AnyMesh, Axes, Grid, Mesh, adapted, axis_sizes, mesh_device, num_ranks, unconnected
 from .primitives import all_gather, all_reduce, along
 from .ranks import MismatchError, Ranks
 
@@ -177,45 +179,55 @@ def rows_of_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
 
 
 def close(mesh: AnyMesh) -> None:
-    """End this rank's communication over a mesh; ranks that wait for this one get an error at once.
+    """End this rank's communication over a mesh: ranks that wait for this one get a MismatchError at once.
 
-    Call it where a rank gives up: without it the others hear when the process ends, or at their timeout. The error on
-    other ranks names this rank, and, on one host and in checked calls, the exception that this rank handles. Other
-    ranks need not call it; a second call changes nothing.
+    Call `close` on a rank that gives up; otherwise other ranks wait until the process ends, or until their timeout. The
+    error names this rank and, on one host and in checked calls, the exception that this rank handles. Other ranks need
+    not call it. A second call does nothing.
 
-    - Closed are the links of one host, those of checked calls, and gloo's connections of the mesh's process groups. So
-      other communication over these groups ends, too: a mesh of one axis made by `init_device_mesh` has the default
-      group, that of `dist.barrier()`. Meshes that share a group, such as `mesh["shard"]`, are closed with it.
-    - Not destroyed are the groups: who has made them calls `dist.destroy_process_group`, before or after. NCCL's
-      connections stay open until then, as NCCL's kernels may run: GPUs hear at NCCL's timeout, except in checked calls.
-    - Afterwards values stay as they are; collectives and `make_plan` on the mesh are a RuntimeError, and MismatchError
-      is raised by collectives that are under way. A new mesh needs new groups.
-    - `mesh`: a DeviceMesh, a simulated mesh, a plan's mesh. None and an `AbstractMesh` have nothing to close.
+    - What ends: links and shared memory of one host, connections of checked calls, and gloo's connections of the mesh's
+      process groups. These groups are of no more use to anybody: a mesh of one axis from `init_device_mesh` has the
+      default group, which `dist.barrier()` uses. Meshes that share a group, such as `mesh["shard"]`, close together.
+    - What stays: the groups themselves. Whoever made them calls `dist.destroy_process_group`, before or after. NCCL's
+      connections stay open until then, because kernels may run: GPUs hear at NCCL's timeout, or in a checked call.
+    - Afterwards: tensors and states keep their values. Collectives and `make_plan` on the mesh raise RuntimeError,
+      collectives under way MismatchError. Make the next mesh of new process groups.
+    - `mesh`: a DeviceMesh, a simulated mesh, or a plan's. None and an `AbstractMesh` have nothing to close.
 
-    RuntimeError in a second thread, or in a forked process.
+    RuntimeError in a second thread or a forked process. Dual: `make_plan`, which connects ranks.
 
+    >>> import fshard
     >>> def give_up(mesh):
-    ...     close(mesh)
-    ...     return all_reduce(torch.ones(1), mesh, "shard")
-    >>> fshard.testing.simulate(give_up, shard=2)
-    Traceback (most recent call last):
-    RuntimeError: axis 'shard' of a mesh: this rank has closed the mesh at ...
+    ...     fshard.close(mesh)
+    ...     try:
+    ...         fshard.all_reduce(torch.ones(1), mesh, "shard")
+    ...     except RuntimeError as error:
+    ...         return str(error).partition(" at ")[0]
+    >>> fshard.testing.simulate(give_up, shard=1)
+    ["axis 'shard' of a mesh: this rank has closed the mesh"]
 
-    Source: torch.distributed.destroy_process_group; MPI_Abort, but of one mesh.
+    Source: torch.distributed.destroy_process_group.
     """
-    try:
-        grid = unconnected(mesh)
-    except RuntimeError:  # torch finds no group once groups are destroyed
-        grid = MESHES.last_handle(mesh) if isinstance(mesh, DeviceMesh) else None
+    grid = _to_close(mesh)
     if isinstance(grid, Grid):
         grid.close(_reason())
+
+
+def _to_close(mesh: AnyMesh) -> Mesh | None:
+    try:
+        return unconnected(mesh)
+    except (RuntimeError, ValueError) as failure:
+        if not isinstance(mesh, DeviceMesh) or (isinstance(failure, ValueError) and dist.is_initialized()):
+            raise
+        return MESHES.last_handle(mesh)  # torch finds no group once groups are destroyed
 
 
 def _reason() -> str:
     failure = sys.exc_info()[1]
     if failure is None:
         return f"has closed the mesh at {call_site()}"
-    text = f"{type(failure).__name__}: {failure}"[:_LONGEST_REASON]
+    said = traceback.TracebackException(type(failure), failure, None)  # as `__str__` may raise
+    text = f"{type(failure).__name__}: {said}"[:_LONGEST_REASON]
     if failure.__traceback__ is None:
         return f"raised {text}, and has closed the mesh"
     frame = frame_of(failure)
@@ -223,13 +235,14 @@ def _reason() -> str:
 
 
 class closing(Generic[M]):
-    """Close a mesh at the end of a `with` block, also by an exception, which other ranks then hear of; see `close`.
+    """Close a mesh (`close`) at the end of a `with` block. If an exception ends the block, other ranks hear of it.
 
-    `mesh` is that of `close`, and the value of the block.
+    `mesh`: as for `close`; the value of the block.
 
+    >>> import fshard
     >>> def job(mesh):
-    ...     with closing(mesh):
-    ...         return all_reduce(torch.ones(1), mesh, "shard").item()
+    ...     with fshard.closing(mesh):
+    ...         return fshard.all_reduce(torch.ones(1), mesh, "shard").item()
     >>> fshard.testing.simulate(job, shard=2)
     [2.0, 2.0]
 

@@ -98,7 +98,7 @@ class Meeting:
         return bool(self._read("state"))
 
     def wait(self, round: Round, trains: Sequence[int]) -> bool:
-        """Wait, as a spare, until the next round begins or those that train are gone; return True if the run is over."""
+        """Wait, as a spare, until the next round begins or those that train are gone; True if the run is over."""
         while not self.is_over() and not self.entered(round.number + 1) and not all(map(self._is_gone, trains)):
             self._open_door()
             time.sleep(_PAUSE)

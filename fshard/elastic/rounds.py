@@ -33,7 +33,7 @@ from ..comm.consensus import close
 from ..comm.mesh import AnyMesh, axis_sizes, rank_in
 from ..core.arguments import check_positive, check_whole
 from ..core.tree import Tree
-from .keeping import Kept, Key, keep
+from .keeping import Kept, StateKey, keep
 from .meeting import NO_ROUND, Meeting, Round
 from .moving import LostError, last_whole, move
 
@@ -94,7 +94,7 @@ class Member:
             if self._last_whole() is not None:
                 self._moved(None)
 
-    def _last_whole(self) -> Key | None:
+    def _last_whole(self) -> StateKey | None:
         key = last_whole(self.held, self.everyone)
         had = torch.tensor(key is None and self.meeting.had_state(), dtype=torch.uint8)
         if consensus.any_rank(had, self.everyone):

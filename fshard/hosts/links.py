@@ -142,6 +142,7 @@ _READ = 1 << 18
 _MOST_FDS = 16
 PLANS = "make_plan"  # sent before making a plan
 _REFUSES = "refuses: "  # answer of a rank that expected no plan
+_ACKNOWLEDGEMENT = "an acknowledgement"
 _LEAVING = "leaves: "  # before the error of a rank that closes its links
 _FOREVER = (1 << 31) - 1  # milliseconds, the longest timeout of poll
 _FD_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
@@ -203,8 +204,8 @@ class Link:
         return message.call
 
     def acknowledge(self, segment: int) -> None:
-        with suppress(MismatchError):  # a closed peer has sent all its data
-            self._write(_HEADER.pack(_ACKNOWLEDGED, 0, segment, 0, 0), [], "an acknowledgement")
+        with suppress(MismatchError):
+            self._write(_HEADER.pack(_ACKNOWLEDGED, 0, segment, 0, 0), [], _ACKNOWLEDGEMENT)
 
     def _write(self, data: bytes, fds: list[int], call: str) -> None:
         """Write all of `data`; file descriptors go with the first byte."""
@@ -216,7 +217,11 @@ class Link:
                 _poll([self], select.POLLIN | select.POLLOUT, call)
                 self.drain()  # the peer may be blocked until this rank reads
             except OSError as failure:
-                raise (self._gone(call) if failure.errno in _ENDED else failure) from None
+                if failure.errno not in _ENDED:
+                    raise
+                if call == _ACKNOWLEDGEMENT:
+                    return  # a peer that has closed its end has sent all its data
+                raise self._gone(call) from None
             else:
                 view, fds = view[sent:], []
 
@@ -241,7 +246,7 @@ class Link:
         leave([self.socket], f"it {why}")
         self.socket.close()
         self.closed, self.is_open, self.give_up = f"this rank {why}", False, lambda text: None
-        for kept in (self.arrived, self.mapped, self.stream):
+        for kept in (self.arrived, self.mapped, self.stream, [] if self.memory is None else self.memory.segments):
             kept.clear()
         _close_all(self.fds)
 

@@ -183,20 +183,25 @@ class WorldRun:
 
     def _standing(self) -> str:
         posts = (self._posts.get(rank) for rank in range(self.num_ranks))
-        ends = [self.closed.get(rank, "has returned") for rank in range(self.num_ranks)]
-        told = [end if post is None else f"waits in {self._told(post)}" for end, post in zip(ends, posts, strict=True)]
+        told = [self._end_of(r) if p is None else f"waits in {self._told(p)}" for r, p in enumerate(posts)]
         return f"{'; '.join(f'rank {rank} {text}' for rank, text in enumerate(told))}. {SAME_ORDER}"
+
+    def _end_of(self, rank: int) -> str:
+        return self.closed.get(rank, "has returned")
 
     def meet(self, group: tuple[int, ...], post: Post) -> Sequence[Tensor]:
         self._check_caller(post)
         if self.failure is not None:  # user code calls a collective in a `finally` block
             raise Stopped
         rank = post.rank
+        if rank in self.closed:  # in the step that closes the mesh
+            raise MismatchError(f"{post.call}: this rank {self.closed[rank]}")
         self._fault(post)
         self._posts[rank] = post
         ended = [r for r in group if r in self._ended] if self._ended else []
         if ended:
-            self._fail(f"rank {rank} is in {self._told(post)}, but rank {ended[0]} has returned: {self._standing()}")
+            words = f"rank {rank} is in {self._told(post)}, but rank {ended[0]} {self._end_of(ended[0])}"
+            self._fail(f"{words}: {self._standing()}")
         arrived = self._meetings.setdefault(group, [])
         arrived.append(post)
         if len(arrived) == len(group):
@@ -258,9 +263,8 @@ class WorldRun:
         self.failure = failure if self.failure is None else self.failure
         waiting = [r for group, posts in self._meetings.items() if rank in group for r in (p.rank for p in posts)]
         if waiting and self.failure is None:
-            self.failure = MismatchError(
-                f"rank {rank} returned while rank {waiting[0]} waits for it: {self._standing()}"
-            )
+            end = self.closed.get(rank, "returned")
+            self.failure = MismatchError(f"rank {rank} {end} while rank {waiting[0]} waits for it: {self._standing()}")
         self.hand_over(rank)
 
 

@@ -1,21 +1,30 @@
 """A rank that leaves: by an error, a signal or `close`; all ranks keep their errors, and with them plans and groups."""
 
+import gc
 import os
 import signal
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fshard
+from fshard.comm import primitives
 from fshard.comm.mesh import Mesh
 from fshard.comm.primitives import along
 from fshard.hosts import rendezvous
+from fshard.hosts.links import Link
 
 from . import faults
+from .hostile import again, num_open
 
 
 class BoomError(Exception):
@@ -39,24 +48,25 @@ WAYS: dict[str, Callable[[Mesh], None]] = {
 OVER = ["host", "gloo", "elsewhere"]
 
 
-def _connected(mesh: Mesh, over: str) -> Any:
-    """A state and a step, connected by shared memory, by gloo alone, or as on copies of one machine."""
+@contextmanager
+def _copies(over: str) -> Iterator[None]:
+    """With "elsewhere", the ranks seem to be on one host, but reach no address on it, as copies of one machine."""
     listening = rendezvous._listening
 
     def other(stack: Any, family: int, address: Any) -> Any:
         return listening(stack, family, address + "-here" if isinstance(address, str) else address)
 
-    with mock.patch.object(rendezvous, "_listening", other if over == "elsewhere" else listening):
-        inner = fshard.optim.adamw(0.1)
-        state = faults.start(mesh, "host" if over == "elsewhere" else over, inner)
-        return state, inner, fshard.check(faults.one_step)(mesh, None, state, inner)
+    with mock.patch.object(rendezvous, "_listening", other) if over == "elsewhere" else nullcontext():
+        yield
 
 
 def leaves(mesh: Any, path: str, over: str, way: str, bad: int, checked: bool) -> str:
-    """One rank leaves in a step; what another hears of it, while all keep what they have."""
-    rank, size = mesh.get_rank(), mesh.size()
+    """One rank leaves in a step; what another hears of it, while all keep what they have and only the one closes."""
+    rank, size, inner = mesh.get_rank(), mesh.size(), fshard.optim.adamw(0.1)
     heard, kept = dist.FileStore(path, size), list[object]()
-    state, inner, _ = _connected(mesh, over)
+    with _copies(over):
+        state = faults.start(mesh, "host" if over == "elsewhere" else over, inner)
+        fshard.check(faults.one_step)(mesh, None, state, inner)
     kinds = {type(along(state.params.plan.mesh, axis)).__name__ for axis in mesh.mesh_dim_names}
     assert kinds == {"_HostRanks" if over == "host" else "GroupRanks"}
 
@@ -64,15 +74,165 @@ def leaves(mesh: Any, path: str, over: str, way: str, bad: int, checked: bool) -
         step = faults.step_of(inner, lambda place: WAYS[way](mesh) if (place, rank) == ("forward", bad) else None)
         step(state, faults.batch(rank))
 
-    text = "no error"
     try:
-        with fshard.closing(mesh):
+        with fshard.closing(mesh) if rank == bad else nullcontext():
             (fshard.check(job) if checked else job)(state)
     except (RuntimeError, BoomError) as failure:
         kept.append(failure)
-        text = f"{type(failure).__name__}: {failure}"
     heard.set(str(rank), "")
-    with suppress(dist.DistStoreError):
-        heard.wait([str(other) for other in range(size) if other != bad])
-    assert kept
-    return text
+    heard.wait([str(other) for other in range(size) if other != bad])
+    return "; ".join(f"{type(failure).__name__}: {failure}" for failure in kept)
+
+
+def _memory() -> int:
+    """The pieces of shared memory in this process."""
+    return sum("memfd:fshard" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def _trained(mesh: Any) -> list[Tensor]:
+    """Parameters of 5 MB after two checked steps, and a gather that lies in shared memory."""
+    whole, tx = {"w": torch.linspace(-1, 1, 600_000).view(3, -1), "b": torch.ones(5)}, fshard.optim.adamw(0.1)
+    state = fshard.init_state(fshard.shard_params(whole, fshard.make_plan(whole, mesh)), tx)
+    step = fshard.check(fshard.train_step(lambda p, x: (p["w"] * x).square().mean() + p["b"].sum(), tx))
+    for number in range(2):
+        state, _ = step(state, torch.tensor([float(mesh.get_rank() + number)]))
+    found = fshard.gather_params(state.params)
+    return [x.clone() for x in found.values()]
+
+
+def closed_again_and_again(mesh: Any) -> tuple[list[tuple[int, int]], bool]:
+    """Descriptors and memory after each of some meshes was closed, while its plans are kept; whether results agree."""
+    import torch._dynamo  # a checked step imports it
+
+    counts, kept, results = list[tuple[int, int]](), list[Any](), list[list[Tensor]]()
+    gc.disable()
+    for _ in range(4):
+        group = dist.new_group()
+        part = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
+        with fshard.closing(part):
+            kept.append(fshard.make_plan({"w": torch.ones(3)}, part))
+            results.append(_trained(part))
+        dist.destroy_process_group(group)
+        del group, part
+        counts.append((num_open(), _memory()))
+    gc.enable()
+    return counts, all(torch.equal(x, y) for other in results[1:] for x, y in zip(results[0], other, strict=True))
+
+
+def a_new_mesh(mesh: Any, path: str) -> list[bool]:
+    """Whether a mesh of new process groups trains as the closed one did: of one group, then of all of them."""
+    rank, size = mesh.get_rank(), mesh.size()
+    first = _trained(mesh)
+    fshard.close(mesh)
+    refused = False
+    try:
+        fshard.make_plan({"w": torch.ones(3)}, mesh)
+    except RuntimeError as failure:
+        refused = f"axis 'shard' of a mesh: this rank has closed the mesh at {__file__}" in str(failure)
+    part = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("shard",))
+    second = _trained(part)
+    fshard.close(part)
+    again(rank, size, path)
+    fshard.close(mesh)  # its groups are new: nothing was ever sent over them
+    again(rank, size, path + "2")
+    last = _trained(init_device_mesh("cpu", (size,), mesh_dim_names=("shard",)))
+    return [refused, *(torch.equal(x, y) for xs in (second, last) for x, y in zip(first, xs, strict=True))]
+
+
+def _error(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as failure:
+        return f"{type(failure).__name__}: {failure}"
+    return "no error"
+
+
+def _reduce(mesh: Any) -> Tensor:
+    return fshard.all_reduce(torch.ones(1), mesh, "shard")
+
+
+def what_is_closed(mesh: Any) -> dict[str, str]:
+    """What a rank hears of calls on meshes, before and after they were closed."""
+    found, group = dict[str, str](), dist.new_group()
+    part = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
+    twin = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
+    plan, old = fshard.make_plan({"w": torch.ones(3)}, part), fshard.make_plan({"w": torch.ones(3)}, twin)
+    checked = fshard.check(lambda: _reduce(part), part)
+    checked()
+    threads = [threading.Thread(target=lambda: found.update(thread=_error(lambda: fshard.close(part))))]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    pairs = [(over, n) for over in (part, mesh) for n in (1, 1 << 19)]
+    under_way = [primitives.all_gather(torch.ones(n), along(over, "shard")) for over, n in pairs]
+    ranks = along(plan.mesh, "shard")
+    fshard.close(plan.mesh)
+    for _ in range(2):
+        fshard.close(part)
+    found["reduce"], found["plan"] = _error(lambda: _reduce(part)), _error(lambda: fshard.make_plan({}, part))
+    found["shared group"], found["its plan"] = _error(lambda: _reduce(twin)), _error(lambda: _reduce(old.mesh))
+    found["checked"] = _error(checked)
+    found["kept ranks"] = _error(lambda: primitives.all_gather(torch.ones(1), ranks).wait())
+    found["under way"] = "; ".join(_error(pending.wait) for pending in under_way[:2])
+    found["another mesh"] = "; ".join(_error(pending.wait) for pending in under_way[2:])
+    fshard.close(mesh)
+    found["over gloo"] = _error(lambda: _reduce(mesh))
+    return found
+
+
+def of_two_axes(mesh: Any) -> dict[str, str]:
+    """What a rank hears along the axes of a mesh after a part with one of its axes was closed."""
+    fshard.make_plan({"w": torch.ones(3)}, mesh)
+    fshard.make_plan({"w": torch.ones(3)}, mesh["shard"])
+    fshard.close(mesh["shard"])
+    return {axis: _error(partial(fshard.all_reduce, torch.ones(1), mesh, axis)) for axis in mesh.mesh_dim_names}
+
+
+def destroyed_before(mesh: Any) -> str:
+    """A mesh whose groups torch has destroyed is closed, as one that was never used."""
+    params = fshard.shard_params({"w": torch.ones(3)}, fshard.make_plan({"w": torch.ones(3)}, mesh))
+    unused = init_device_mesh("cpu", (mesh.size(),), mesh_dim_names=("other",))
+    dist.destroy_process_group()
+    for each in (mesh, unused, mesh):
+        fshard.close(each)
+    return _error(lambda: fshard.gather_params(params))
+
+
+def ends_while_others_read(mesh: Any, path: str, over: str) -> bool:
+    """Rank 0 closes as soon as it has its result; rank 1 reads later, and rank 2 sends to rank 1 later still."""
+    rank, left = mesh.get_rank(), dist.FileStore(path, mesh.size())
+    ranks = along(faults.plan_of(mesh, over).mesh, "shard")
+    send, large = Link.send, torch.arange(1 << 19) + rank
+
+    def late(link: Link, *args: Any) -> None:
+        if rank == 2 and link.peer.startswith("rank 1"):
+            left.wait(["left"])
+        send(link, *args)
+
+    with mock.patch.object(Link, "send", late):
+        pending = primitives.all_gather(large, ranks)
+    if rank == 1:
+        left.wait(["left"])
+    found = pending.wait()
+    if rank == 0:
+        fshard.close(mesh)
+        left.set("left", "")
+    return torch.equal(found, torch.cat([large - rank + r for r in range(mesh.size())]))
+
+
+def closed_twice(mesh: Any) -> str:
+    """What a simulated rank hears that has closed its mesh."""
+    fshard.close(mesh)
+    fshard.close(mesh)
+    return _error(lambda: _reduce(mesh))
+
+
+def closes_in_between(mesh: Any, fails: bool) -> str:
+    """Rank 1 leaves while rank 0 sums; it returns an error of its own."""
+    with suppress(LookupError), fshard.closing(mesh):
+        _reduce(mesh)
+        if mesh.get_rank() == 0:
+            _reduce(mesh)
+        elif fails:
+            raise BoomError("boom")
+    return _error(lambda: _reduce(mesh))
