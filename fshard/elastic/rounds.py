@@ -160,7 +160,7 @@ def run(
             if not outside or time.monotonic() > lost_at + timeout + meeting.patience:
                 raise
         except (RuntimeError, ConnectionError):
-            reached = (round.members, [kept.key for kept in member.held][-1:])
+            reached = (round.members, [kept.key[1] for kept in member.held][-1:])
             if failed == reached:
                 raise
             failed = reached

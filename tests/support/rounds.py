@@ -1,7 +1,9 @@
 """Processes of one run, some of which are killed or come later, at places that are said."""
 
 import os
+import pickle
 import signal
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +38,7 @@ class Run(NamedTuple):
     spares: int = 0
     comes_at: int | None = None  # the last process comes at this step of round 1
     folder: str | None = None  # of a checkpoint of step 2
+    wakes: bool = False  # a stopped process goes on when the others are done
 
 
 def store_of(port: int) -> Any:
@@ -43,19 +46,23 @@ def store_of(port: int) -> Any:
     return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 
 
-def process(mesh: Any, port: int, run: Run) -> tuple[Any, list[tuple[int, int]]] | None:
-    """One process of a run: the whole state in the end, and the ranks and first step of each of its rounds."""
+def process(mesh: Any, port: int, run: Run) -> bytes | None:
+    """One process of a run: pickled the whole state in the end, ranks and first step of its rounds, warnings."""
     comes = run.comes_at is not None and mesh.get_rank() == mesh.size() - 1
     dist.destroy_process_group()
     store, rounds = store_of(port), list[tuple[int, int]]()
     if comes:
         store.wait(["come"])
-    meeting = elastic.Meeting(store)
+    meeting = elastic.Meeting(store, patience=1.0 if run.wakes else 10.0)
 
     def die(member: elastic.Member, rank: int, step: int, place: str) -> None:
         for death in run.deaths:
-            if death[:4] == (member.round.number, rank, step, place):
-                os.kill(os.getpid(), death.signal)
+            if death[:4] != (member.round.number, rank, step, place):
+                continue
+            if not death.signal:
+                raise RuntimeError("an error of the user's")
+            store.set("stopped", str(os.getpid()))
+            os.kill(os.getpid(), death.signal)
 
     def train(mesh: Any, member: elastic.Member) -> Any:
         rank, ranks = fshard.rank_and_size(mesh)
@@ -78,5 +85,21 @@ def process(mesh: Any, port: int, run: Run) -> tuple[Any, list[tuple[int, int]]]
     def use(processes: int) -> int | Mapping[str, int]:
         return max(1, processes - run.spares)
 
-    result = elastic.run(train, meeting, run.first, use=use, timeout=20.0)
-    return None if result is None else (result, rounds)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        result = elastic.run(train, meeting, run.first, use=use, timeout=1.0 if run.wakes else 20.0)
+    told = [str(warning.message) for warning in found]
+    if run.wakes and result is not None and store.add("ended", 1) == 2:
+        os.kill(int(store.get("stopped")), signal.SIGCONT)
+    return (
+        None if result is None else pickle.dumps((result, rounds, told))
+    )  # a pipe would send files of a process that ends
+
+
+def save_step_two(mesh: Any, run: Run) -> None:
+    """A checkpoint of two steps on these ranks."""
+    state, step = new_state(mesh, run.kind), new_step(mesh, run.kind)
+    for k in range(2):
+        state, _ = step(state, batch_of(k, *fshard.rank_and_size(mesh)))
+    assert run.folder is not None
+    fshard.checkpoint.save(run.folder, {"train": state, **NOTE}, 2)
