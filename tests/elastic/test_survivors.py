@@ -57,7 +57,7 @@ def covered(held: Sequence[Sequence[Kept]]) -> tuple[int, int] | None:
     for key in sorted({each.key for each in kept}, reverse=True):
         parts = [each for each in kept if each.key == key]
         there = {name: torch.zeros(form.numel, dtype=torch.bool) for name, form in parts[0].forms.items()}
-        for name, begin, x in (part for each in parts for part in each.parts):
+        for name, begin, x in (part for each in parts for part in each.parts()):
             there[name][begin : begin + len(x)] = True
         if all(x.all() for x in there.values()):
             return key
