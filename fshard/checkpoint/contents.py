@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..comm import consensus
-from ..comm.mesh import AnyMesh, adapted, axis_sizes, coordinate, mesh_device, num_ranks, rank_in
+from ..comm.mesh import AnyMesh, Axes, adapted, axis_sizes, coordinate, mesh_device, num_ranks, rank_in
 from ..core import tree
 from ..core.arguments import shown
 from ..core.differences import Form, unreadable
@@ -113,11 +113,12 @@ def add_parts(contents: Contents, path: str, node: Parts) -> list[str]:
     if isinstance(node, Sharded):
         for first, *same in node.view.names().values():
             contents.aliases.update({tree.joined(path, name): tree.joined(path, first) for name in same})
+    copies = dict[Axes, tuple[int, int]]()  # by axes of a row: this rank's number among ranks with copies, their number
+    for over in dict.fromkeys(row.over for row in layout.rows):
+        axes = [axis for axis in axis_sizes(contents.mesh) if axis not in over]
+        copies[over] = coordinate(contents.mesh, axes), num_ranks(contents.mesh, axes)
     for span, (number, piece) in zip(layout.mine, pieces(node), strict=True):
-        over = layout.row_of[number].over
-        axes = [axis for axis in axis_sizes(contents.mesh) if axis not in over]  # ranks along these axes have copies
-        holder, holders = coordinate(contents.mesh, axes), num_ranks(contents.mesh, axes)
-        name = names[number]
+        name, (holder, holders) = names[number], copies[layout.row_of[number].over]
         contents.parts.append(SavedSpan(name, span.begin, piece.detach(), holder, holders, orders[name]))
     return [*names.values()]
 

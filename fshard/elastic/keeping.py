@@ -27,14 +27,14 @@ from ..core import tree
 from ..core.arguments import check_whole
 from ..core.differences import Form
 from ..core.random import HOST
-from ..core.storage import Held, Life, pack_bytes, packed_size, unpack_bytes
+from ..core.storage import Life, as_bytes, pack_bytes, packed_size, unpack_bytes
 from ..core.tree import Tree
 from ..files.index import Json
 from ..layout.pieces import Parts, mesh_of
 from ..plan.ahead import host_row
 
 StateKey: TypeAlias = tuple[int, int]  # round, step
-KeptPart: TypeAlias = tuple[str, int, Tensor]  # leaf, number of the first element, elements (n,)
+Interval: TypeAlias = tuple[str, int, int]  # leaf, number of the first element, number of elements
 _BATCH = 1 << 26  # bytes that a rank sends at once, on average of all ranks
 _KEEP_OUTSIDE = "Keep values of one rank outside of the state, or the values of all ranks in one leaf (all_gather)"
 
@@ -43,17 +43,24 @@ _KEEP_OUTSIDE = "Keep values of one rank outside of the state, or the values of 
 class Kept:
     """A rank's share of a state, in host memory: its own part, and a copy of a neighbour's.
 
-    `key` is (round, step). `parts` are tuples: leaf, number of the first element, elements (n,). `orders` has the order
-    of elements of split leaves.
+    `key` is (round, step). `intervals[i]` are the elements in `memory[i]`, bytes. `orders` has the order of elements of
+    split leaves.
     """
 
     key: StateKey
     forms: Mapping[str, Form] = field(repr=False)
     orders: Mapping[str, tuple[int, ...]] = field(repr=False)
     values: Mapping[str, Json] = field(repr=False)
-    parts: Sequence[KeptPart] = field(repr=False)
-    memory: Sequence[Tensor] = field(default=(), repr=False)  # bytes of `parts`
+    intervals: Sequence[Sequence[Interval]] = field(repr=False)
+    memory: Sequence[Tensor] = field(repr=False)
     life: Life = field(default_factory=Life, repr=False)
+
+    def parts(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield (leaf, number of the first element, elements (n,)), views of `memory`."""
+        for intervals, data in zip(self.intervals, self.memory, strict=True):
+            forms = [(self.forms[name].dtype, numel) for name, _, numel in intervals]
+            for (name, begin, _), x in zip(intervals, unpack_bytes(data, forms), strict=True):
+                yield name, begin, x
 
 
 def keep(
@@ -102,16 +109,18 @@ def keep(
         reuse.life.given_away = True
     neighbour = _Neighbour(primitives.along(mesh, axis), distance) if axis is not None and sizes[axis] > 1 else None
     arriving = {} if neighbour is None else _alone_before(state, mesh, neighbour)
-    parts, memory = _copied(contents, arriving, neighbour, old)
-    return Kept((round, step), contents.forms, contents.orders, contents.values, parts, memory)
+    intervals, memory = _copied(contents, arriving, neighbour, old)
+    return Kept((round, step), contents.forms, contents.orders, contents.values, intervals, memory)
 
 
 def live(state: Tree, mesh: AnyMesh) -> Kept:
     """Return views of this rank's part of a state."""
     contents = consensus.together(mesh, lambda: contents_to_save(state, mesh, "replan"))
     _check_values(contents, "replan: the state")
-    parts = [(part.name, part.begin, part.elements.reshape(-1)) for part in contents.parts if part.elements.numel()]
-    return Kept((0, 0), contents.forms, contents.orders, contents.values, parts)
+    parts = [part for part in contents.parts if part.elements.numel()]
+    intervals = [[(part.name, part.begin, part.elements.numel())] for part in parts]
+    memory = [as_bytes(part.elements) for part in parts]
+    return Kept((0, 0), contents.forms, contents.orders, contents.values, intervals, memory)
 
 
 def _check_keep(step: int, round: int, axis: str | None, distance: int, reuse: Kept | None, mesh: AnyMesh) -> None:
@@ -173,32 +182,26 @@ def batches(forms: Mapping[str, Form], ranks: int) -> Iterator[list[str]]:
 
 def _copied(
     contents: Contents, arriving: Mapping[str, tuple[int, int]], neighbour: _Neighbour | None, old: list[Tensor]
-) -> tuple[list[KeptPart], list[Tensor]]:
-    """Copy this rank's parts, and `arriving`, to host memory, to `old` if it has room; return parts and memory."""
+) -> tuple[list[list[Interval]], list[Tensor]]:
+    """Copy this rank's parts, and `arriving`, to host memory, to `old` if it has room; return intervals and memory."""
     by_name = {part.name: part for part in contents.parts if part.elements.numel()}
-    device, parts, memory = mesh_device(contents.mesh), list[KeptPart](), list[Tensor]()
+    device, intervals, memory = mesh_device(contents.mesh), list[list[Interval]](), list[Tensor]()
 
-    def room(forms: Held) -> Tensor:
-        size, number = packed_size(forms), len(memory)
+    def room(block: list[Interval]) -> Tensor:
+        size, number = packed_size([(contents.forms[name].dtype, numel) for name, _, numel in block]), len(memory)
         fits = number < len(old) and len(old[number]) >= size
+        intervals.append(block)
         memory.append(old[number] if fits else host_row(size, torch.uint8, device))
         return memory[-1][:size]
 
-    def add(names: Sequence[tuple[str, int]], data: Tensor, forms: Held) -> None:
-        parts.extend((*name, x) for name, x in zip(names, unpack_bytes(data, forms), strict=True))
-
     for names in batches(contents.forms, contents.ranks):
         spans = sorted((by_name[name] for name in names if name in by_name), key=lambda x: x.holders > 1)  # stable
-        forms = [(x.elements.dtype, x.elements.numel()) for x in spans]
-        alone = packed_size([form for x, form in zip(spans, forms, strict=True) if x.holders == 1])
-        message = _packed([x.elements for x in spans], data := room(forms), device)
-        add([(x.name, x.begin) for x in spans], data, forms)
+        data = room([(x.name, x.begin, x.elements.numel()) for x in spans])
+        message = _packed([x.elements for x in spans], data, device)
         if neighbour is not None:
-            others = [(name, *arriving[name]) for name in names if name in arriving]
-            forms = [(contents.forms[name].dtype, numel) for name, _, numel in others]
-            _sent_on(message[:alone], data := room(forms), neighbour)
-            add([(name, begin) for name, begin, _ in others], data, forms)
-    return parts, memory
+            alone = packed_size([(x.elements.dtype, x.elements.numel()) for x in spans if x.holders == 1])
+            _sent_on(message[:alone], room([(name, *arriving[name]) for name in names if name in arriving]), neighbour)
+    return intervals, memory
 
 
 def _packed(tensors: Sequence[Tensor], out: Tensor, device: torch.device) -> Tensor:

@@ -189,7 +189,7 @@ def _record(kept: Kept, with_forms: bool) -> Json:
     """Return key, leaves (for other ranks to know, from one rank alone) and intervals, for JSON."""
     forms = [[name, form.shape, NAMES[form.dtype], kept.orders.get(name, ())] for name, form in kept.forms.items()]
     number = {name: n for n, name in enumerate(kept.forms)}
-    intervals = [(number[name], begin, begin + x.numel()) for name, begin, x in kept.parts]
+    intervals = [(number[name], begin, begin + numel) for block in kept.intervals for name, begin, numel in block]
     return [kept.key, [forms, dict(kept.values)] if with_forms else None, intervals]
 
 
@@ -232,7 +232,7 @@ def _fill_spans(spans: Sequence[SavedSpan], held: Sequence[Kept], common: Common
     number = {name: n for n, name in enumerate(common.forms)}
     sources = {number[span.name]: (span, *_source_of(span, common)) for span in spans if span.elements.numel()}
     parts: list[list[tuple[int, Tensor]]] = [[] for _ in number]
-    for name, begin, x in (part for kept in held for part in kept.parts):
+    for name, begin, x in (part for kept in held for part in kept.parts()):
         parts[number[name]].append((begin, x))
     intervals = [(leaf, begin, end) for leaf, (_, _, begin, end) in sources.items()]
     asked: list[list[tuple[int, int, int]]] = [[] for _ in number]

@@ -22,7 +22,7 @@ def own_bytes(mesh: Any, kind: str) -> tuple[int, int, int]:
         kept = elastic.keep(state, 1)
     return (
         own,
-        sum(x.nbytes for _, _, x in kept.parts),
+        sum(x.nbytes for _, _, x in kept.parts()),
         sum(call.nbytes for call in sent.select("all_to_all", "copies")),
     )
 
@@ -42,10 +42,10 @@ def test_a_kept_state_does_not_change_with_the_live_one() -> None:
         for axis in (None, *axes_of("two axes", 4)):
             state = new_state(mesh, "two axes")
             kept = elastic.keep({"train": state, "plain": (plain := torch.ones(3))}, 1, axis=axis)
-            before = [x.clone() for _, _, x in kept.parts]
+            before = [x.clone() for _, _, x in kept.parts()]
             plain.zero_()
             tree.map(lambda x: x.zero_(), (state.params, state.opt_state))
-            assert all(torch.equal(x, y) for x, (_, _, y) in zip(before, kept.parts, strict=True))
+            assert all(torch.equal(x, y) for x, (_, _, y) in zip(before, kept.parts(), strict=True))
             assert sum(float(x.abs().sum()) for x in before) > 1
 
     World(axes=axes_of("two axes", 4)).run(on_rank)

@@ -9,7 +9,7 @@ from support.survivors import KINDS, NOTE, TX, axes_of, batch_of, data_rank, los
 
 import fshard
 from fshard import checkpoint, elastic, tree
-from fshard.elastic import Kept
+from fshard.elastic import Kept, keeping
 from fshard.testing import World, simulate
 
 PLANS = [kind for kind in KINDS if kind not in ("donated", "in the backward", "by leaf", "jit")]
@@ -32,7 +32,9 @@ def on_meta(state: Any) -> Any:
 @pytest.mark.parametrize("ranks", range(1, 7))
 @pytest.mark.parametrize("other", PLANS)
 @pytest.mark.parametrize("kind", PLANS)
-def test_between_all_plans_and_numbers_of_ranks(kind: str, other: str, ranks: int, tmp_path: Any) -> None:
+def test_between_all_plans_and_numbers_of_ranks(
+    kind: str, other: str, ranks: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An element would come from another place than a checkpoint's, or not at all."""
     tx = ("adamw", "sgd", "muon")[(PLANS.index(kind) + PLANS.index(other)) % 3]
 
@@ -41,6 +43,7 @@ def test_between_all_plans_and_numbers_of_ranks(kind: str, other: str, ranks: in
         checkpoint.save(tmp_path, state, 1)
         return elastic.keep({"train": state, **NOTE}, 1)
 
+    monkeypatch.setattr(keeping, "_BATCH", (1 << 26, 16)[ranks % 2])  # all in one message, or a few leaves in each
     kept = World(axes=axes_of(kind, ranks)).run(first)
 
     def then(mesh: Any) -> bool:

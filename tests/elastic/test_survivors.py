@@ -37,13 +37,27 @@ def test_a_rank_dies_at_any_collective(kind: str, first: int) -> None:
         assert same_bits(got, joined(kind, segments(trail), STEPS)), (at, trail)
 
 
+@pytest.mark.parametrize("dead", range(4))
+@pytest.mark.parametrize("kind", ["two axes", "hsdp", "split"])
+def test_a_rank_dies_when_the_next_round_begins(kind: str, dead: int) -> None:
+    """Ranks that are ahead would drop the state from which the round began before all ranks have a new one."""
+    for at in range(44, 56):  # from the first message of `keep` on
+        members, trail = [list[Kept]() for _ in range(4)], Trail()
+        one_round(members, kind, 0, 1, trail)
+        assert one_round(members, kind, 1, 2, trail, [Slow(dead), Dies(dead, at)]) is None
+        left = [held for number, held in enumerate(members) if number != dead]
+        got = one_round(left, kind, 2, 2, trail)
+        assert segments(trail)[-1][1] >= 1
+        assert same_bits(got, joined(kind, segments(trail), 2)), (at, trail)
+
+
 def covered(held: Sequence[Sequence[Kept]]) -> tuple[int, int] | None:
     """The last key of which every element is held, found element by element; None if there is none."""
     kept = [each for of_rank in held for each in of_rank if not each.life.given_away]
     for key in sorted({each.key for each in kept}, reverse=True):
         parts = [each for each in kept if each.key == key]
         there = {name: torch.zeros(form.numel, dtype=torch.bool) for name, form in parts[0].forms.items()}
-        for name, begin, x in (part for each in parts for part in each.parts):
+        for name, begin, x in (part for each in parts for part in each.parts()):
             there[name][begin : begin + len(x)] = True
         if all(x.all() for x in there.values()):
             return key
@@ -162,5 +176,7 @@ def test_memory_is_reused() -> None:
             elastic.keep(state, 3, reuse=first)
         assert elastic.last_whole([first], mesh) is None
         assert elastic.last_whole([first, again], mesh) == (0, 2)
+        with pytest.raises(elastic.LostError, match="no rank holds a state"):
+            elastic.move([first], state)
 
     World(3).run(on_rank)
