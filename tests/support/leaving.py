@@ -199,25 +199,30 @@ def destroyed_before(mesh: Any) -> str:
 
 
 def ends_while_others_read(mesh: Any, path: str, over: str) -> bool:
-    """Rank 0 closes as soon as it has its result; rank 1 reads later, and rank 2 sends to rank 1 later still."""
-    rank, left = mesh.get_rank(), dist.FileStore(path, mesh.size())
+    """Rank 0 closes as soon as it has its result; rank 1 reads that of rank 0 later, and rank 2 sends later still."""
+    rank, told = mesh.get_rank(), dist.FileStore(path, mesh.size())
     ranks = along(faults.plan_of(mesh, over).mesh, "shard")
-    send, large = Link.send, torch.arange(1 << 19) + rank
+    send, acknowledge, large = Link.send, Link.acknowledge, torch.arange(1 << 19) + rank
 
     def late(link: Link, *args: Any) -> None:
         if rank == 2 and link.peer.startswith("rank 1"):
-            left.wait(["left"])
+            told.wait(["read"])
         send(link, *args)
 
-    with mock.patch.object(Link, "send", late):
+    def tells(link: Link, segment: int) -> None:
+        acknowledge(link, segment)
+        if rank == 1:
+            told.set("read", "")
+
+    with mock.patch.multiple(Link, send=late, acknowledge=tells):
         pending = primitives.all_gather(large, ranks)
-    if rank == 1:
-        left.wait(["left"])
-    found = pending.wait()
+        if rank == 1:
+            told.wait(["left"])
+        received = pending.wait()
     if rank == 0:
         fshard.close(mesh)
-        left.set("left", "")
-    return torch.equal(found, torch.cat([large - rank + r for r in range(mesh.size())]))
+        told.set("left", "")
+    return torch.equal(received, torch.cat([large - rank + r for r in range(mesh.size())]))
 
 
 def closed_twice(mesh: Any) -> str:
