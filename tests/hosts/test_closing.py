@@ -1,6 +1,7 @@
 """Meshes that are closed: ranks that wait for a rank hear that it has left, and nothing stays open behind it."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,24 @@ def test_a_part_of_a_mesh(tmp_path: Path) -> None:
     assert "rank 1 of axis 'replicate' has gone (it has closed the mesh at" in second
     assert "rank 1 of axis 'shard' has gone (it has closed the mesh at" in third
     assert last.count("this rank has closed the mesh at") == 2
+
+
+def test_ranks_of_two_hosts(tmp_path: Path) -> None:
+    """A rank whose link is closed would let those on other hosts wait for it."""
+    first, second, third, _ = (
+        str(rank.value) for rank in fates(leaving.of_two_hosts, str(tmp_path / "store"), replicate=2)
+    )
+    assert "rank 1 of axis 'replicate' has gone, or did not answer" in first
+    assert "rank 1 of axis 'replicate' has gone, or did not answer" in second
+    assert "rank 1 of axis 'shard' has gone (" in third
+
+
+@pytest.mark.parametrize("run", [simulated, lambda *args: values(fates(*args))], ids=["simulated", "processes"])
+def test_a_loss_that_closes_its_mesh(run: Callable[..., list[str]]) -> None:
+    """It would go on with parameters from a mesh that other ranks take for closed."""
+    for text in run(leaving.closed_in_a_loss):
+        assert text.startswith("MismatchError: all_gather(float32[4], axis='shard')"), text
+        assert "for unit 'c': this rank has closed the mesh at" in text or "for unit 'b'" in text, text
 
 
 def test_groups_that_are_destroyed_already() -> None:

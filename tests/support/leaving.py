@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -187,7 +188,10 @@ def what_is_closed(mesh: Any) -> dict[str, str]:
     found["kept ranks"] = _error(lambda: primitives.all_gather(torch.ones(1), ranks).wait())
     found["under way"] = "; ".join(_error(pending.wait) for pending in under_way[:2])
     found["another mesh"] = "; ".join(_error(pending.wait) for pending in under_way[2:])
+    # the peer's has another size, and never arrives
+    never = primitives.all_gather(torch.ones(1 + mesh.get_rank()), along(mesh, "shard"))
     fshard.close(mesh)
+    found["never"] = _error(never.wait)
     found["over gloo"] = _error(lambda: _reduce(mesh))
     return found
 
@@ -200,13 +204,26 @@ def of_two_axes(mesh: Any, path: str) -> str:
         fshard.close(part.mesh)
         heard.wait(["1", "2"])
         return "; ".join(_error(partial(fshard.all_reduce, torch.ones(1), mesh, axis)) for axis in mesh.mesh_dim_names)
-    text = (
-        "no error"
-        if rank == 0
-        else _error(lambda: fshard.all_reduce(torch.ones(1), plan.mesh, "replicate" if rank == 1 else "shard"))
-    )
+    axis = "replicate" if rank == 1 else "shard"
+    text = "no error" if rank == 0 else _error(lambda: fshard.all_reduce(torch.ones(1), plan.mesh, axis))
     heard.set(str(rank), "")
     return text
+
+
+def of_two_hosts(mesh: Any, path: str) -> str:
+    """On 2 hosts with 2 ranks each the last is killed; what the others hear along an axis between hosts or inside."""
+    rank, heard = mesh.get_rank(), dist.FileStore(path, 4)
+    with mock.patch.object(rendezvous, "_host", return_value=f"host {mesh.get_local_rank('replicate')}"):
+        connected: Any = fshard.make_plan({"w": torch.ones(3)}, mesh).mesh
+    kinds = [type(along(connected, axis)).__name__ for axis in ("replicate", "shard")]
+    assert kinds == ["GroupRanks", "_HostRanks"]
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(fshard.MismatchError) as caught:
+        fshard.all_reduce(torch.ones(1), connected, "shard" if rank == 2 else "replicate")
+    heard.set(str(rank), "")
+    heard.wait(["0", "1", "2"])
+    return str(caught.value)
 
 
 def destroyed_before(mesh: Any) -> str:
@@ -251,6 +268,19 @@ def closed_twice(mesh: Any) -> str:
     fshard.close(mesh)
     fshard.close(mesh)
     return _error(lambda: _reduce(mesh))
+
+
+def closed_in_a_loss(mesh: Any) -> str:
+    """What a rank hears whose loss closes the mesh, and reads on."""
+    whole = {name: torch.ones(5) for name in "abc"}
+    shards = fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=[*whole]))
+
+    def loss(params: Any) -> Tensor:
+        total = params["a"].sum()
+        fshard.close(mesh)
+        return total + params["b"].sum() + params["c"].sum()
+
+    return _error(lambda: fshard.value_and_grad(loss)(shards))
 
 
 def closes_in_between(mesh: Any, fails: bool) -> str:
