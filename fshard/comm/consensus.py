@@ -183,13 +183,13 @@ def close(mesh: AnyMesh) -> None:
 
     Call `close` on a rank that gives up; otherwise other ranks wait until the process ends, or until their timeout. The
     error names this rank and, on one host and in checked calls, the exception that this rank handles. Other ranks need
-    not call it. A second call does nothing.
+    not call `close`. A second call does nothing.
 
     - What ends: links and shared memory of one host, connections of checked calls, and gloo's connections of the mesh's
-      process groups. These groups are of no more use to anybody: a mesh of one axis from `init_device_mesh` has the
-      default group, which `dist.barrier()` uses. Meshes that share a group, such as `mesh["shard"]`, close together.
-    - What stays: the groups themselves. Whoever made them calls `dist.destroy_process_group`, before or after. NCCL's
-      connections stay open until then, because kernels may run: GPUs hear at NCCL's timeout, or in a checked call.
+      process groups. Nobody can use these groups again: a mesh of one axis from `init_device_mesh` has the default
+      group, which `dist.barrier()` uses. Meshes that share a group, such as `mesh["shard"]`, close together.
+    - What stays: the groups. Whoever made them calls `dist.destroy_process_group`, before or after. NCCL's connections
+      stay open until then, because kernels may run: GPUs hear at NCCL's timeout, or in a checked call.
     - Afterwards: tensors and states keep their values. Collectives and `make_plan` on the mesh raise RuntimeError,
       collectives under way MismatchError. Make the next mesh of new process groups.
     - `mesh`: a DeviceMesh, a simulated mesh, or a plan's. None and an `AbstractMesh` have nothing to close.

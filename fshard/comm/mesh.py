@@ -232,10 +232,7 @@ class ProcessMesh(Grid):
         return self._ranks[axis]
 
     def close(self, why: str) -> None:
-        """Hang up (Note [Hanging up]), also other meshes with a process group of this one.
-
-        RuntimeError in a second thread, or a forked process, whose connections are the parent's.
-        """
+        """Hang up (Note [Hanging up]), also meshes with the same groups. RuntimeError in a second thread or a fork."""
         for axis, owner in self.owners.items():
             if not owner.closed:
                 owner.check(axis)
@@ -272,15 +269,15 @@ class Meshes:
         return handle
 
     def last_handle(self, mesh: DeviceMesh) -> ProcessMesh | None:
-        """Return the last handle, perhaps of destroyed process groups."""
+        """Return the last handle, even of destroyed groups."""
         return self._handles.get(mesh)
 
     def sharing(self, mesh: ProcessMesh) -> list[ProcessMesh]:
         """Return `mesh`, and the meshes with a process group of `mesh`, or of one of the others."""
-        found, others = [mesh], [*self.connected]
-        for each in found:  # grows
-            found += [x for x in others if x not in found and {*x.owners.values()} & {*each.owners.values()}]
-        return found
+        alike, others = [mesh], [*self.connected]
+        for each in alike:  # grows
+            alike += [x for x in others if x not in alike and {*x.owners.values()} & {*each.owners.values()}]
+        return alike
 
     def owner(self, group: dist.ProcessGroup) -> Owner:
         if group not in self._owners:

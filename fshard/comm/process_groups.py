@@ -120,7 +120,7 @@ def as_sent(x: Tensor, dtypes: Collection[torch.dtype] = _SENT) -> Tensor:
 
 
 class Connections(dict[str, dist.ProcessGroup]):
-    """This rank's connections over a mesh: process groups by axis, none after `close`, and the links of one host."""
+    """Connections over a mesh: process groups by axis, none after `close`, and links of one host."""
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup]):
         super().__init__(groups)
@@ -155,7 +155,7 @@ def _hang_up(group: dist.ProcessGroup) -> None:
     nothing = torch.empty(1, dtype=torch.uint8, device=cpu)
     for peer in range(group.size()):
         if peer != group.rank():
-            with suppress(RuntimeError):  # always raised: by the first wait, which closes all connections, or at once
+            with suppress(RuntimeError):  # the first wait fails, and closes all connections
                 backend.recv([nothing], peer, _NOBODYS).wait(timedelta(milliseconds=1))
 
 

@@ -263,8 +263,9 @@ class WorldRun:
         self.failure = failure if self.failure is None else self.failure
         waiting = [r for group, posts in self._meetings.items() if rank in group for r in (p.rank for p in posts)]
         if waiting and self.failure is None:
-            end = self.closed.get(rank, "returned")
-            self.failure = MismatchError(f"rank {rank} {end} while rank {waiting[0]} waits for it: {self._standing()}")
+            self.failure = MismatchError(
+                f"rank {rank} returned while rank {waiting[0]} waits for it: {self._standing()}"
+            )
         self.hand_over(rank)
 
 

@@ -1,6 +1,7 @@
 """Meshes that are closed: ranks that wait for a rank hear that it has left, and nothing stays open behind it."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,8 @@ def hear(path: Path, shape: tuple[int, int], over: str, way: str, bad: int, chec
 def test_ranks_hear_of_a_rank_that_leaves(over: str, way: str, tmp_path: Path) -> None:
     """They would wait for half an hour, as the error that all keep has the plan and its process groups."""
     number = CASES.index((over, way))
-    hear(tmp_path / "store", SHAPES[number % 3], over, way, number % 2, checked=number % 4 == 3)
+    is_checked = (number + leaving.OVER.index(over)) % 2 == 1  # each way with and without a check
+    hear(tmp_path / "store", SHAPES[number % 3], over, way, number % 2, is_checked)
 
 
 @pytest.mark.parametrize("seed", range(NUM))
@@ -72,10 +74,31 @@ def test_calls_on_a_closed_mesh() -> None:
         assert all(text.startswith("RuntimeError: axis 'shard' of a mesh") for text in [found["reduce"], found["plan"]])
 
 
-def test_a_part_of_a_mesh() -> None:
-    """Ranks that wait for this one along another axis would wait for ever."""
-    for found in gloo(leaving.of_two_axes, replicate=2):
-        assert all("this rank has closed the mesh at" in text for text in found.values()), found
+def test_a_part_of_a_mesh(tmp_path: Path) -> None:
+    """Ranks that wait for this one along another axis, or over another mesh of its groups, would wait for ever."""
+    first, second, third, last = values(fates(leaving.of_two_axes, str(tmp_path / "store"), replicate=2))
+    assert first == "no error"
+    assert "rank 1 of axis 'replicate' has gone (it has closed the mesh at" in second
+    assert "rank 1 of axis 'shard' has gone (it has closed the mesh at" in third
+    assert last.count("this rank has closed the mesh at") == 2
+
+
+def test_ranks_of_two_hosts(tmp_path: Path) -> None:
+    """A rank whose link is closed would let those on other hosts wait for it."""
+    first, second, third, _ = (
+        str(rank.value) for rank in fates(leaving.of_two_hosts, str(tmp_path / "store"), replicate=2)
+    )
+    assert "rank 1 of axis 'replicate' has gone, or did not answer" in first
+    assert "rank 1 of axis 'replicate' has gone, or did not answer" in second
+    assert "rank 1 of axis 'shard' has gone (" in third
+
+
+@pytest.mark.parametrize("run", [simulated, lambda *args: values(fates(*args))], ids=["simulated", "processes"])
+def test_a_loss_that_closes_its_mesh(run: Callable[..., list[str]]) -> None:
+    """It would go on with parameters from a mesh that other ranks take for closed."""
+    for text in run(leaving.closed_in_a_loss):
+        assert text.startswith("MismatchError: all_gather(float32[4], axis='shard')"), text
+        assert "for unit 'c': this rank has closed the mesh at" in text or "for unit 'b'" in text, text
 
 
 def test_groups_that_are_destroyed_already() -> None:
@@ -94,7 +117,7 @@ def test_simulated_ranks() -> None:
     """A program that closes its mesh could not be tested in one process, or would hide the error of a rank."""
     with pytest.raises(BoomError, match="boom"):
         simulated(leaving.closes_in_between, True)
-    with pytest.raises(fshard.MismatchError, match=r"rank 1 has closed the mesh at .*: rank 0 waits in all_reduce"):
+    with pytest.raises(fshard.MismatchError, match=r"rank 0 waits in all_reduce.*; rank 1 has closed the mesh at"):
         simulated(leaving.closes_in_between, False)
     closed = simulated(
         lambda mesh: [fshard.close(mesh), fshard.close(mesh), leaving._error(lambda: leaving._reduce(mesh))]

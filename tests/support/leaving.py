@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fshard
+from fshard.comm import mesh as mesh_module
 from fshard.comm import primitives
 from fshard.comm.mesh import Mesh
 from fshard.comm.primitives import along
+from fshard.comm.process_groups import GroupRanks
 from fshard.hosts import rendezvous
 from fshard.hosts.links import Link
 
@@ -89,6 +92,15 @@ def _memory() -> int:
     return sum("memfd:fshard" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
+class BuiltIn(GroupRanks):
+    """Ranks that call gloo's own collectives, as more than eight processes do."""
+
+    may_be_replaced = False
+
+    def __init__(self, axis: str, group: Any, device: torch.device, **kwargs: Any):
+        super().__init__(axis, group, device, few=1, **kwargs)
+
+
 def _trained(mesh: Any) -> list[Tensor]:
     """Parameters of 5 MB after two checked steps, and a gather that lies in shared memory."""
     whole, tx = {"w": torch.linspace(-1, 1, 600_000).view(3, -1), "b": torch.ones(5)}, fshard.optim.adamw(0.1)
@@ -106,10 +118,11 @@ def closed_again_and_again(mesh: Any) -> tuple[list[tuple[int, int]], bool]:
 
     counts, kept, results = list[tuple[int, int]](), list[Any](), list[list[Tensor]]()
     gc.disable()
-    for _ in range(4):
+    for number in range(4):
         group = dist.new_group()
         part = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
-        with fshard.closing(part):
+        built_in = mock.patch.object(mesh_module, "GroupRanks", BuiltIn)
+        with fshard.closing(part), built_in if number == 2 else nullcontext():
             kept.append(fshard.make_plan({"w": torch.ones(3)}, part))
             results.append(_trained(part))
         dist.destroy_process_group(group)
@@ -175,17 +188,42 @@ def what_is_closed(mesh: Any) -> dict[str, str]:
     found["kept ranks"] = _error(lambda: primitives.all_gather(torch.ones(1), ranks).wait())
     found["under way"] = "; ".join(_error(pending.wait) for pending in under_way[:2])
     found["another mesh"] = "; ".join(_error(pending.wait) for pending in under_way[2:])
+    # the peer's has another size, and never arrives
+    never = primitives.all_gather(torch.ones(1 + mesh.get_rank()), along(mesh, "shard"))
     fshard.close(mesh)
+    found["never"] = _error(never.wait)
     found["over gloo"] = _error(lambda: _reduce(mesh))
     return found
 
 
-def of_two_axes(mesh: Any) -> dict[str, str]:
-    """What a rank hears along the axes of a mesh after a part with one of its axes was closed."""
-    fshard.make_plan({"w": torch.ones(3)}, mesh)
-    fshard.make_plan({"w": torch.ones(3)}, mesh["shard"])
-    fshard.close(mesh["shard"])
-    return {axis: _error(partial(fshard.all_reduce, torch.ones(1), mesh, axis)) for axis in mesh.mesh_dim_names}
+def of_two_axes(mesh: Any, path: str) -> str:
+    """Of 2 x 2 ranks the last closes its part of the mesh, along "shard"; what the others hear, on the whole mesh."""
+    rank, heard, whole = mesh.get_rank(), dist.FileStore(path, 4), {"w": torch.ones(3)}
+    plan, part = fshard.make_plan(whole, mesh), fshard.make_plan(whole, mesh["shard"])
+    if rank == 3:
+        fshard.close(part.mesh)
+        heard.wait(["1", "2"])
+        return "; ".join(_error(partial(fshard.all_reduce, torch.ones(1), mesh, axis)) for axis in mesh.mesh_dim_names)
+    axis = "replicate" if rank == 1 else "shard"
+    text = "no error" if rank == 0 else _error(lambda: fshard.all_reduce(torch.ones(1), plan.mesh, axis))
+    heard.set(str(rank), "")
+    return text
+
+
+def of_two_hosts(mesh: Any, path: str) -> str:
+    """On 2 hosts with 2 ranks each the last is killed; what the others hear along an axis between hosts or inside."""
+    rank, heard = mesh.get_rank(), dist.FileStore(path, 4)
+    with mock.patch.object(rendezvous, "_host", return_value=f"host {mesh.get_local_rank('replicate')}"):
+        connected: Any = fshard.make_plan({"w": torch.ones(3)}, mesh).mesh
+    kinds = [type(along(connected, axis)).__name__ for axis in ("replicate", "shard")]
+    assert kinds == ["GroupRanks", "_HostRanks"]
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(fshard.MismatchError) as caught:
+        fshard.all_reduce(torch.ones(1), connected, "shard" if rank == 2 else "replicate")
+    heard.set(str(rank), "")
+    heard.wait(["0", "1", "2"])
+    return str(caught.value)
 
 
 def destroyed_before(mesh: Any) -> str:
@@ -199,25 +237,30 @@ def destroyed_before(mesh: Any) -> str:
 
 
 def ends_while_others_read(mesh: Any, path: str, over: str) -> bool:
-    """Rank 0 closes as soon as it has its result; rank 1 reads later, and rank 2 sends to rank 1 later still."""
-    rank, left = mesh.get_rank(), dist.FileStore(path, mesh.size())
+    """Rank 0 closes as soon as it has its result; rank 1 reads that of rank 0 later, and rank 2 sends later still."""
+    rank, told = mesh.get_rank(), dist.FileStore(path, mesh.size())
     ranks = along(faults.plan_of(mesh, over).mesh, "shard")
-    send, large = Link.send, torch.arange(1 << 19) + rank
+    send, acknowledge, large = Link.send, Link.acknowledge, torch.arange(1 << 19) + rank
 
     def late(link: Link, *args: Any) -> None:
         if rank == 2 and link.peer.startswith("rank 1"):
-            left.wait(["left"])
+            told.wait(["read"])
         send(link, *args)
 
-    with mock.patch.object(Link, "send", late):
+    def tells(link: Link, segment: int) -> None:
+        acknowledge(link, segment)
+        if rank == 1:
+            told.set("read", "")
+
+    with mock.patch.multiple(Link, send=late, acknowledge=tells):
         pending = primitives.all_gather(large, ranks)
-    if rank == 1:
-        left.wait(["left"])
-    found = pending.wait()
+        if rank == 1:
+            told.wait(["left"])
+        received = pending.wait()
     if rank == 0:
         fshard.close(mesh)
-        left.set("left", "")
-    return torch.equal(found, torch.cat([large - rank + r for r in range(mesh.size())]))
+        told.set("left", "")
+    return torch.equal(received, torch.cat([large - rank + r for r in range(mesh.size())]))
 
 
 def closed_twice(mesh: Any) -> str:
@@ -225,6 +268,19 @@ def closed_twice(mesh: Any) -> str:
     fshard.close(mesh)
     fshard.close(mesh)
     return _error(lambda: _reduce(mesh))
+
+
+def closed_in_a_loss(mesh: Any) -> str:
+    """What a rank hears whose loss closes the mesh, and reads on."""
+    whole = {name: torch.ones(5) for name in "abc"}
+    shards = fshard.shard_params(whole, fshard.make_plan(whole, mesh, units=[*whole]))
+
+    def loss(params: Any) -> Tensor:
+        total = params["a"].sum()
+        fshard.close(mesh)
+        return total + params["b"].sum() + params["c"].sum()
+
+    return _error(lambda: fshard.value_and_grad(loss)(shards))
 
 
 def closes_in_between(mesh: Any, fails: bool) -> str:
