@@ -19,7 +19,7 @@ from ..core.tree import Tree
 from ..grad.grad import OBSERVER, value_and_grad
 from ..plan.planning import make_plan
 from ..sharding.sharded import gather_params, shard_params
-from ..watch.first_difference import first_difference
+from ..watch.first_difference import departure
 from ..watch.observed import Observed, Seen
 from .world import World
 
@@ -53,13 +53,13 @@ def same_loss(
     - `params`: whole, on the host; losses are compared for these values, and for values nearby.
     - `batch`: equal on all ranks, but cut (`torch.tensor_split`) over the axes in `data`, in dim 0 or `data[axis]`.
     - `leaves`, `data`: the arguments `split` and `data` of `make_plan`, or a function `leaves(mesh, *axes)`.
-    - `axes`: axes of the mesh of which `leaves` and `data` do not tell: those of a function, or those that split no leaf.
+    - `axes`: axes that `leaves` and `data` do not name: those of a function, and those that split no leaf.
     - `sizes`: numbers of simulated ranks to try along all axes; several axes get unlike sizes.
     - `rtol`: allowed difference, as a part of the leaf's largest number. Floating-point tensors are cast to float64.
 
-    If the loss is wrong, the error names the first line with wrong values: those of ranks are neither equal to the plain
-    ones, nor parts of these, nor summands. `plain` and the loss of `split` must share the line, as in `plain=split(None)`.
-    The error tells which collective is missing, or too many.
+    If the loss is wrong, the error names the first line whose values on ranks are neither equal to the plain ones, nor
+    parts of them, nor summands, and the collective that is missing or too many. The plain loss must call the line, too:
+    use `plain=split(None)`.
 
     Ranks with equal batches draw equal random numbers; without `data`, the plain loss draws the same. Unequal gradients
     show faults of a backward that you wrote, or of another library's collective. ValueError if no mesh of several ranks
@@ -72,7 +72,7 @@ def same_loss(
     >>> unsummed = lambda mesh: lambda p, x: (x @ p["up"] @ p["down"]).sum()
     >>> same_loss(unsummed, loss(None), params, torch.ones(3, 2), leaves=split)
     Traceback (most recent call last):
-    AssertionError: same_loss: {'tensor': 2}, the params given: the loss: expected 72.0, got 36.0. A sum over ranks...
+    AssertionError: same_loss: {'tensor': 2}, the params given: the loss: expected 72.0, got 36.0. First wrong is...
     """
     cut = dict.fromkeys([data] if isinstance(data, str) else data, 0) | dict(data if isinstance(data, Mapping) else {})
     more = (axes,) if isinstance(axes, str) else tuple(axes)
@@ -86,8 +86,8 @@ def same_loss(
 
     def results(mesh: AnyMesh, loss: Callable[..., Tree], whole: Tree) -> dict[str, Tensor]:
         over, part = () if mesh is None else tuple(cut), rows
-        split = None if mesh is None else leaves(mesh, *more) if callable(leaves) else leaves
-        plan = make_plan(whole, mesh, params_over=over, grads_over=over, state_over=over, split=split, data=over)
+        cuts = None if mesh is None else leaves(mesh, *more) if callable(leaves) else leaves
+        plan = make_plan(whole, mesh, params_over=over, grads_over=over, state_over=over, split=cuts, data=over)
         for axis, dim in cut.items():
             part = tree.map(partial(_part, *rank_and_size(mesh, axis), dim), part)
         with seeded_by(rank_and_size(mesh, over)[0], "", torch.device("cpu")):
@@ -106,12 +106,12 @@ def same_loss(
         for first in range(len(sizes)):  # several axes get unlike sizes
             world = World(axes={axis: sizes[(first + i) % len(sizes)] for i, axis in enumerate(named)})
             each = world.run(lambda mesh, whole=whole: results(mesh, split(mesh), whole))
-            if text := next(filter(None, (_unlike(got, expected, rtol) for got in each)), ""):
-                where = f"same_loss: {world.axes}, the params {name}"
+            if unlike := next(filter(None, (_unlike(got, expected, rtol) for got in each)), None):
                 ranks = world.run(lambda mesh: seen(mesh, split(mesh), points["nearby"]))
-                difference = first_difference(ranks, [seen(None, plain, points["nearby"])], rtol)
-                line = f". {difference}" if difference and difference.kind == "operator" else ""
-                raise AssertionError(f"{where}: {text}{line}")
+                found = departure(ranks, seen(None, plain, points["nearby"]), rtol)
+                text, cause = unlike
+                why = f"First wrong is {found}" if found and found.kind == "operator" else cause
+                raise AssertionError(f"same_loss: {world.axes}, the params {name}: {text}. {why}")
 
 
 def _part(rank: int, ranks: int, dim: int, x: Tree) -> Tree:
@@ -128,7 +128,8 @@ def _nudged(x: Tree, by: float = 0.0) -> Tree:
     return torch.where(x == 0, moved, x * (1 + moved))
 
 
-def _unlike(got: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> str:
+def _unlike(got: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> tuple[str, str] | None:
+    """Return the first difference, and its possible causes."""
     largest = {name: float(wanted.abs().max()) if wanted.numel() else 0.0 for name, wanted in expected.items()}
     least = 1e-6 * max(largest.values())  # zeros have rounding errors, too
     for name, wanted in expected.items():
@@ -136,6 +137,6 @@ def _unlike(got: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) ->
         if far.numel() and not far.max() <= rtol * max(largest[name], least):
             at = tuple(int(i) for i in torch.unravel_index(far.argmax(), far.shape))
             cause = _CAUSES[name == _LOSS] if math.isfinite(largest[name]) else "The plain loss has no value there"
-            values = f"expected {wanted[at].item()}, got {got[name][at].item()}. {cause}"
-            return f"{name}{f', at {[*at]}' if at else ''}: {values}"
-    return ""
+            place = f", at {[*at]}" if at else ""
+            return f"{name}{place}: expected {wanted[at].item()}, got {got[name][at].item()}", cause
+    return None

@@ -12,6 +12,7 @@ Note [Lines]
 from __future__ import annotations
 
 import linecache
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor
@@ -23,10 +24,12 @@ Kinds = Mapping[str, str]  # by axis of several ranks
 _SUMS = ("all_reduce over", "all_reduce(dim", "reduce_scatter")
 _PERMUTING = ("shift", "sizes", "broadcast")
 _ENDS = "A total and its count are of one kind; a Sum is summands along each axis, a plain number is a mean over ranks"
-_REMEDIES = {
-    "summands": "a sum over the ranks (all_reduce, reduce_scatter) is missing before it, or should come after it",
-    "values to average": "a mean over the ranks is missing before it",
-    "parts": "an all_gather before it, or a collective for what it computes over this dim, is missing",
+_REMEDIES = {  # by the beginning of an input's kind
+    "shares": "it is divided by the number of ranks once too often",
+    "summands": "a sum over the ranks (all_reduce, reduce_scatter) is missing before this line, or belongs after it",
+    "values to average": "a mean over the ranks is missing before this line",
+    ORDER: "rows, blocks or words are not in one device's order",
+    "parts": "an all_gather is missing before it, or a sum or maximum over the ranks of what it computes over this dim",
 }
 
 
@@ -37,16 +40,21 @@ class Lines:
         self._got, self._one, self._rtol = got, one, rtol
         self._values = {n: x[0] for (kind, n), x in got[0].items() if kind == "operator" and isinstance(n, int)}
         self._parts: dict[int, list[ObservedValue]] = {}  # by number on rank 0: the values of all ranks
-        self._wanted: dict[int, ValueName] = {}
-        self._kinds: dict[int, Kinds | None] = {}
-        ours, *of_ranks = [_by_line(run) for run in (one, *got)]
+        self._wanted: dict[int, ValueName] = {}  # by number on rank 0: the counterpart
+        self._align([_by_line(run) for run in got], _by_line(one))
+        self._kinds: dict[int, Kinds | None] = {}  # None: wrong
+        for number in self._values:
+            if number in self._wanted:
+                self._kinds[number] = self._kinds_of(number)
+
+    def _align(self, of_ranks: Sequence[Mapping[object, list[int]]], of_one: Mapping[object, list[int]]) -> None:
         for line, numbers in of_ranks[0].items():
             if len({len(each.get(line, ())) for each in of_ranks}) == 1:
                 for at, number in enumerate(numbers):
-                    each = (run["operator", lines[line][at]] for run, lines in zip(got, of_ranks, strict=True))
+                    each = (run["operator", lines[line][at]] for run, lines in zip(self._got, of_ranks, strict=True))
                     self._parts[number] = [x for values in each for x in values]
-                if len(ours.get(line, ())) == len(numbers):
-                    self._wanted |= {n: ("operator", m) for n, m in zip(numbers, ours[line], strict=True)}
+                if len(of_one.get(line, ())) == len(numbers):
+                    self._wanted |= {n: ("operator", m) for n, m in zip(numbers, of_one[line], strict=True)}
         for number, x in self._values.items():  # in the order of the program
             if number < -1 and number in self._parts and x.inputs and x.inputs[0] in self._wanted:
                 self._wanted[number] = self._wanted[x.inputs[0]]
@@ -57,7 +65,7 @@ class Lines:
         if self._kinds_like(end) is not None:
             ends = dict.fromkeys([str(name).replace("count", "total"), name])
             said = (f"{each} is {_told(self._kinds_like((kind, each)))}" for each in ends)
-            return x.differs(None, f"{_source(x)!r}: {'; '.join(said)}. {_ENDS}")
+            return x.differs(None, f"{_source(x)}{'; '.join(said)}. {_ENDS}")
         found = self._first_wrong(x.inputs, is_inexact)
         if not found:
             return None
@@ -65,7 +73,7 @@ class Lines:
         return self._values[number].differs(None, self._text(number, reason))
 
     def _kinds_like(self, key: ValueName, parts: Sequence[ObservedValue] = ()) -> Kinds | None:
-        """Return the kinds of values of ranks beside one device's value of `key`. `parts`: by default those of `key`."""
+        """Return the kinds of ranks' values beside one device's value of `key`. `parts`: by default those of `key`."""
         parts, want = parts or [x for run in self._got for x in run[key]], self._one[key]
         sizes, num = self._got[0].sizes, len(self._got[0].forwards)
         limit = limit_of(key, parts, self._one, self._rtol)
@@ -74,13 +82,13 @@ class Lines:
         return {axis: word for axis, size, word in axes if size > 1} if kinds else None
 
     def _kinds_of(self, number: int) -> Kinds | None:
-        if number not in self._kinds:
-            x, kinds = self._values[number], self._kinds_like(self._wanted[number], self._parts[number])
-            if number < -1 and kinds and ORDER in kinds.values() and not any(word in x.name for word in _PERMUTING):
-                before = self._kinds_of(x.inputs[0])
-                kinds = None if before and ORDER not in before.values() else kinds
-            self._kinds[number] = kinds
-        return self._kinds[number]
+        kinds = self._kinds_like(self._wanted[number], self._parts[number])
+        if kinds and ORDER in kinds.values():
+            given = [self._kinds[n] for n in self._inputs(number) if is_inexact(self._values[n].value)]
+            permutes = number > -1 or any(word in self._values[number].name for word in _PERMUTING)
+            if None in given or not (permutes or any(ORDER in (each or {}).values() for each in given)):
+                return None
+        return kinds
 
     def _inputs(self, number: int) -> list[int]:
         """Return the nearest values with counterparts from which a value is computed."""
@@ -97,55 +105,56 @@ class Lines:
         while waiting:
             if (n := waiting.pop()) not in seen:
                 seen.add(n)
-                given = [m for m in self._inputs(n) if passes(self._values[m].value)]
-                wrong = [m for m in given if self._kinds_of(m) is None]
+                wrong = [m for m in self._inputs(n) if self._kinds[m] is None and passes(self._values[m].value)]
                 waiting += wrong
-                if not wrong and (n not in self._wanted or self._kinds_of(n) is None):
+                if not wrong and self._kinds.get(n) is None:
                     found.append(n)
         return found
 
     def _reason(self, number: int) -> str:
         """Say which collective is missing before a value, or too many; "" if its inputs' kinds do not tell."""
-        x, given = self._values[number], [kinds for n in self._inputs(number) if (kinds := self._kinds_of(n))]
-        for axis in dict.fromkeys(axis for kinds in given for axis in kinds):
-            words = {kinds[axis] for kinds in given}
+        x = self._values[number]
+        given = [n for n in self._inputs(number) if self._kinds[n] and is_inexact(self._values[n].value)]
+        for axis in dict.fromkeys(axis for n in given for axis in self._kinds[n] or ()):
+            words = {n: (self._kinds[n] or {})[axis] for n in given}
             if number < -1 and x.name.endswith(repr(axis)):
-                if x.name.startswith(_SUMS) and words == {"equal"}:
-                    return f"it sums equal values along {axis!r}: a sum too many"
-                return f"along {axis!r} it takes {_listed(words)}: another collective, or other dims"
-            shares = [word for word in words if word.startswith("1/")]
-            if shares:
-                return f"along {axis!r} it takes {shares[0]} of the value on each rank: divided by the ranks too often"
-            if len(dims := {word for word in words if word.startswith("parts of")}) > 1:
-                return f"along {axis!r} it takes {_listed(dims)}"
-            for word, remedy in _REMEDIES.items():
-                if any(each.startswith(word) for each in words):
-                    return f"along {axis!r} it takes {word}: {remedy}"
+                if x.name.startswith(_SUMS) and {*words.values()} == {"equal"}:
+                    return f"it sums equal values along {axis!r}: one sum too many"
+                return f"{self._takes(number, words, axis)}: another collective, or other dims"
+            for begin, remedy in _REMEDIES.items():
+                if of := {n: word for n, word in words.items() if word.startswith(begin)}:
+                    return f"{self._takes(number, of, axis)}: {remedy}"
         return ""
+
+    def _takes(self, number: int, words: Mapping[int, str], axis: str) -> str:
+        """Say of which kind inputs are, and the first value of the same kind."""
+        first, kind = next(iter(words.items()))
+        while before := [n for n in self._inputs(first) if (self._kinds[n] or {}).get(axis) == kind]:
+            first = before[0]
+        return f"along {axis!r} it takes {kind}, from {self._shown(first, number)}"
 
     def _text(self, number: int, reason: str) -> str:
         given = self._inputs(number)
-        wrong = [n for n in given if self._kinds_of(n) is None]
-        before = [n for n in self._first_wrong(wrong, lambda x: True) if n not in given]
-        inputs = "".join(f"; {self._shown(n)}" for n in [*given, *before])
-        return f"{_source(self._values[number])!r}: its inputs are right, its values are not. {reason}{inputs}"
+        before = self._first_wrong((n for n in given if self._kinds[n] is None), lambda x: True)
+        told = (f"{self._shown(n, number)} ({_told(self._kinds[n])})" for n in sorted({*given, *before}))
+        inputs = "; ".join(dict.fromkeys(told)) or "leaves or the batch"
+        reason = reason or (
+            "it takes numbers unlike one device's" if before else "its inputs are right, its value is not"
+        )
+        return f"{_source(self._values[number])}{reason}. Inputs: {inputs}"
 
-    def _shown(self, number: int) -> str:
-        x, kinds = self._values[number], self._kinds_of(number) if number in self._wanted else None
-        return f"{x.name} at {x.line}, {_source(x)!r}, is {_told(kinds)}"
+    def _shown(self, number: int, beside: int) -> str:
+        x, (file, _, _) = self._values[number], self._values[beside].line.rpartition(":")
+        return f"{x.name}, {x.line.replace(f'{file}:', 'line ')}, {_source(x)[:-2]}"
 
 
 def _told(kinds: Kinds | None) -> str:
-    return ", ".join(f"{kind} along {axis!r}" for axis, kind in (kinds or {}).items()) or "none of these"
+    return ", ".join(f"{kind} along {axis!r}" for axis, kind in (kinds or {}).items()) or "unlike one device's"
 
 
-def _listed(words: Iterable[str]) -> str:
-    return " and ".join(sorted(words))
-
-
-def _by_line(run: ObservedRun) -> dict[tuple[str, str], list[int]]:
-    """Return the numbers of the operators of each line and name, of those in every micro-batch."""
-    lines: dict[tuple[str, str], list[int]] = {}
+def _by_line(run: ObservedRun) -> dict[object, list[int]]:
+    """Return by line and name the numbers of operators in every micro-batch."""
+    lines: dict[object, list[int]] = {}
     for (kind, number), values in run.items():
         if kind == "operator" and isinstance(number, int) and len(values) == len(run.forwards):
             lines.setdefault((values[0].line, values[0].name), []).append(number)
@@ -154,4 +163,5 @@ def _by_line(run: ObservedRun) -> dict[tuple[str, str], list[int]]:
 
 def _source(x: ObservedValue) -> str:
     file, _, number = x.line.rpartition(":")
-    return linecache.getline(file, int(number)).strip() if number.isdigit() else ""
+    source = linecache.getline(file, int(number)).strip() if number.isdecimal() and os.path.isfile(file) else ""
+    return f"`{source}`: " if source else ""

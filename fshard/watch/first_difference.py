@@ -100,6 +100,11 @@ def _read_runs(name: str, by_rank: Sequence[Observed]) -> list[ObservedRun]:
     return runs
 
 
+def departure(got: Sequence[Observed], one: Observed, rtol: float) -> Difference | None:
+    """Return the first wrong value of a loss on ranks by Note [Lines] in `by_line.py`, as `first_difference`."""
+    return _Ranks(_read_runs("got", got), _read_runs("expected", [one])[0], rtol, by_line=True).first()
+
+
 def _keys(runs: Sequence[ObservedRun]) -> list[ValueName]:
     keys = dict.fromkeys(key for run in runs for key in run if key[0] in _KINDS)
     return sorted(keys, key=lambda key: (_KINDS.index(key[0]), isinstance(key[1], str)))
@@ -146,18 +151,18 @@ def _agreeing(key: ValueName, run: ObservedRun, want: ObservedRun, rtol: float |
 class _Ranks:
     """A run on ranks, compared with a run on one device (Note [Several ranks and one device])."""
 
-    def __init__(self, runs: Sequence[ObservedRun], one: ObservedRun, rtol: float | None):
+    def __init__(self, runs: Sequence[ObservedRun], one: ObservedRun, rtol: float | None, by_line: bool = False):
         self._got, self._one, self._rtol = runs, one, rtol
         self._num, self._is_split = len(runs[0].forwards), runs[0].forwards[0].unit == "split"
         has_collectives = ("operator", -2) in runs[0] and ("operator", -2) not in one
-        self._lines = Lines(runs, one, rtol) if self._is_split or has_collectives else None
+        self._by_line = by_line or self._is_split or has_collectives
         self._states = {-1: "pieces"}  # by number of operator: "copies", "pieces", "partial" or "wrong"
         self._operator: Difference | None = None  # the first operator with a wrong value, maybe without effect
         self._ways = set[tuple[Way, Way]]()  # ways to combine the last total's values to the expected total
 
     def first(self) -> Difference | None:
         for key in _keys([*self._got, self._one]):
-            if self._lines and isinstance(key[1], int):
+            if self._by_line and isinstance(key[1], int):
                 continue
             each = (_unlike(key, run, self._one, rank) for rank, run in enumerate(self._got))
             if difference := next(filter(None, each), None) or self._difference(key):
@@ -223,7 +228,9 @@ class _Ranks:
         self._ways = right & self._ways if "count" in want[0].name else right
         if self._ways:
             return None
-        if self._lines and (difference := self._lines.departure((want[0].kind, want[0].name))):
+        if self._by_line and (
+            difference := Lines(self._got, self._one, self._rtol).departure((want[0].kind, want[0].name))
+        ):
             return difference
         number, inputs = None, want[0].inputs
         while wrong := [n for n in inputs if self._states.get(n) == "wrong"]:

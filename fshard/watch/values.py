@@ -3,8 +3,9 @@
 Note [Kinds of values]
     Along a mesh axis the values of ranks make one device's value if they are copies or pieces ("apart"), summands
     ("sum"), or values to average ("mean"). Pieces may lie along any dim, in blocks, in any order (rows by class, heads
-    among rows), so numbers are sorted before the comparison. Copies repeat each number equally often. `kinds_of` says
-    more: "equal", "parts of dim 1", "parts in another order", "summands", or "1/n" for equal shares on n ranks.
+    among rows), so numbers are sorted before the comparison. Copies repeat each number equally often. `kinds_of` tells
+    more: "equal", "parts of dim 1", "parts in another order", "summands", or "shares of 1/2" if two ranks have equal
+    summands.
 """
 
 from __future__ import annotations
@@ -234,7 +235,7 @@ def kinds_of(parts: Sequence[Tensor], want: Sequence[Tensor], sizes: Sequence[in
 
 def _kind(way: str, size: int, dim: int | None, is_share: bool) -> str:
     if way != "apart":
-        return "values to average" if way == "mean" else f"1/{size}" if is_share else "summands"
+        return "values to average" if way == "mean" else f"shares of 1/{size}" if is_share else "summands"
     return ORDER if dim is None else f"parts of dim {dim}" if dim >= 0 else "equal"
 
 

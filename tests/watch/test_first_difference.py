@@ -522,7 +522,21 @@ def test_numbers_of_ranks_that_cannot_be_compared() -> None:
 
 ODD = [torch.arange(4).to(x) for x in (torch.uint64, torch.bool, torch.complex64, torch.float8_e5m2, torch.float16)]
 ODD += [torch.ones(shape) for shape in ((), (0,), (4, 3), (1, 1, 1))]
-FIELDS = ["", "forward", "operator", "metric", "0", "-1", "3,2", "2x2", "x".join("2" * 9), "9" * 5000, "the loss's "]
+FIELDS = [
+    "",
+    "forward",
+    "operator",
+    "collective",
+    "split",
+    "metric",
+    "0",
+    "-1",
+    "3,2",
+    "2x2",
+    "x".join("2" * 9),
+    "9" * 5000,
+    "the loss's ",
+]
 
 
 def changed(runs: Any, draw: random.Random) -> Any:
