@@ -115,7 +115,7 @@ def same_loss(
 
 
 def _part(rank: int, ranks: int, dim: int, x: Tree) -> Tree:
-    return x.tensor_split(ranks, dim)[rank] if isinstance(x, Tensor) and x.dim() > dim else x
+    return x.tensor_split(ranks, dim)[rank] if isinstance(x, Tensor) and -x.dim() <= dim < x.dim() else x
 
 
 def _nudged(x: Tree, by: float = 0.0) -> Tree:

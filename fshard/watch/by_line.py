@@ -29,7 +29,7 @@ _REMEDIES = {  # by the beginning of an input's kind
     "summands": "a sum over the ranks (all_reduce, reduce_scatter) is missing before this line, or belongs after it",
     "values to average": "a mean over the ranks is missing before this line",
     ORDER: "rows, blocks or words are not in one device's order",
-    "parts": "an all_gather is missing before it, or a sum or maximum over the ranks of what it computes over this dim",
+    "parts": "if it works over this dim, an all_gather, or a sum or maximum of its results over the ranks, is missing",
 }
 
 
@@ -41,23 +41,19 @@ class Lines:
         self._values = {n: x[0] for (kind, n), x in got[0].items() if kind == "operator" and isinstance(n, int)}
         self._parts: dict[int, list[ObservedValue]] = {}  # by number on rank 0: the values of all ranks
         self._wanted: dict[int, ValueName] = {}  # by number on rank 0: the counterpart
-        self._align([_by_line(run) for run in got], _by_line(one))
-        self._kinds: dict[int, Kinds | None] = {}  # None: wrong
-        for number in self._values:
-            if number in self._wanted:
-                self._kinds[number] = self._kinds_of(number)
-
-    def _align(self, of_ranks: Sequence[Mapping[object, list[int]]], of_one: Mapping[object, list[int]]) -> None:
-        for line, numbers in of_ranks[0].items():
-            if len({len(each.get(line, ())) for each in of_ranks}) == 1:
-                for at, number in enumerate(numbers):
-                    each = (run["operator", lines[line][at]] for run, lines in zip(self._got, of_ranks, strict=True))
-                    self._parts[number] = [x for values in each for x in values]
-                if len(of_one.get(line, ())) == len(numbers):
-                    self._wanted |= {n: ("operator", m) for n, m in zip(numbers, of_one[line], strict=True)}
+        of_one, *of_ranks = map(_by_line, (one, *got))
+        for line, number in of_ranks[0].items():
+            if all(line in lines for lines in of_ranks):
+                each = (run["operator", lines[line]] for run, lines in zip(got, of_ranks, strict=True))
+                self._parts[number] = [x for values in each for x in values]
+                if line in of_one:
+                    self._wanted[number] = "operator", of_one[line]
+        self._kinds: dict[int, Kinds | None] = {}  # None: unlike one device's
         for number, x in self._values.items():  # in the order of the program
             if number < -1 and number in self._parts and x.inputs and x.inputs[0] in self._wanted:
                 self._wanted[number] = self._wanted[x.inputs[0]]
+            if number in self._wanted:
+                self._kinds[number] = self._kinds_of(number)
 
     def departure(self, end: ValueName) -> Difference | None:
         """Return the first wrong value from which a wrong total or count comes; None if no value is wrong."""
@@ -83,11 +79,11 @@ class Lines:
 
     def _kinds_of(self, number: int) -> Kinds | None:
         kinds = self._kinds_like(self._wanted[number], self._parts[number])
-        if kinds and ORDER in kinds.values():
+        if kinds and ORDER in kinds.values():  # only if the operator may permute right values
             given = [self._kinds[n] for n in self._inputs(number) if is_inexact(self._values[n].value)]
             permutes = number > -1 or any(word in self._values[number].name for word in _PERMUTING)
-            if None in given or not (permutes or any(ORDER in (each or {}).values() for each in given)):
-                return None
+            is_right = None not in given and (permutes or any(ORDER in each.values() for each in given if each))
+            return kinds if is_right else None
         return kinds
 
     def _inputs(self, number: int) -> list[int]:
@@ -113,33 +109,34 @@ class Lines:
 
     def _reason(self, number: int) -> str:
         """Say which collective is missing before a value, or too many; "" if its inputs' kinds do not tell."""
-        x = self._values[number]
-        given = [n for n in self._inputs(number) if self._kinds[n] and is_inexact(self._values[n].value)]
-        for axis in dict.fromkeys(axis for n in given for axis in self._kinds[n] or ()):
-            words = {n: (self._kinds[n] or {})[axis] for n in given}
-            if number < -1 and x.name.endswith(repr(axis)):
-                if x.name.startswith(_SUMS) and {*words.values()} == {"equal"}:
-                    return f"it sums equal values along {axis!r}: one sum too many"
-                return f"{self._takes(number, words, axis)}: another collective, or other dims"
-            for begin, remedy in _REMEDIES.items():
-                if of := {n: word for n, word in words.items() if word.startswith(begin)}:
-                    return f"{self._takes(number, of, axis)}: {remedy}"
+        name, given = self._values[number].name, self._inputs(number)
+        each = [(n, *of) for n in given if is_inexact(self._values[n].value) for of in (self._kinds[n] or {}).items()]
+        taken = [(n, axis, kind) for n, axis, kind in each if number < -1 and name.endswith(repr(axis))]
+        if taken and name.startswith(_SUMS) and taken[0][2] == "equal":
+            return f"it sums equal values along {taken[0][1]!r}: one sum too many"
+        remedies = {"": "another collective, or other dims"} if taken else _REMEDIES
+        for begin, remedy in remedies.items():
+            for n, axis, kind in taken or each:
+                if kind.startswith(begin):
+                    return (
+                        f"along {axis!r} it takes {kind}, from {self._shown(self._origin(n, axis), number)}: {remedy}"
+                    )
         return ""
 
-    def _takes(self, number: int, words: Mapping[int, str], axis: str) -> str:
-        """Say of which kind inputs are, and the first value of the same kind."""
-        first, kind = next(iter(words.items()))
-        while before := [n for n in self._inputs(first) if (self._kinds[n] or {}).get(axis) == kind]:
-            first = before[0]
-        return f"along {axis!r} it takes {kind}, from {self._shown(first, number)}"
+    def _origin(self, number: int, axis: str) -> int:
+        """Return the first of the values, each computed from the one before, of the kind of a value along an axis."""
+        kind = (self._kinds[number] or {})[axis]
+        while before := [n for n in self._inputs(number) if (self._kinds[n] or {}).get(axis) == kind]:
+            number = before[0]
+        return number
 
     def _text(self, number: int, reason: str) -> str:
         given = self._inputs(number)
         before = self._first_wrong((n for n in given if self._kinds[n] is None), lambda x: True)
         told = (f"{self._shown(n, number)} ({_told(self._kinds[n])})" for n in sorted({*given, *before}))
-        inputs = "; ".join(dict.fromkeys(told)) or "leaves or the batch"
+        inputs = "; ".join(dict.fromkeys(told)) or "leaves, the batch, or values of no line"
         reason = reason or (
-            "it takes numbers unlike one device's" if before else "its inputs are right, its value is not"
+            "it takes numbers unlike one device's" if before else "its value differs, and no known input does"
         )
         return f"{_source(self._values[number])}{reason}. Inputs: {inputs}"
 
@@ -152,13 +149,13 @@ def _told(kinds: Kinds | None) -> str:
     return ", ".join(f"{kind} along {axis!r}" for axis, kind in (kinds or {}).items()) or "unlike one device's"
 
 
-def _by_line(run: ObservedRun) -> dict[object, list[int]]:
-    """Return by line and name the numbers of operators in every micro-batch."""
+def _by_line(run: ObservedRun) -> dict[object, int]:
+    """Return the numbers of operators by line, name, place among those of the line and name, and number of these."""
     lines: dict[object, list[int]] = {}
     for (kind, number), values in run.items():
         if kind == "operator" and isinstance(number, int) and len(values) == len(run.forwards):
             lines.setdefault((values[0].line, values[0].name), []).append(number)
-    return lines
+    return {(line, i, len(all)): number for line, all in lines.items() for i, number in enumerate(all)}
 
 
 def _source(x: ObservedValue) -> str:

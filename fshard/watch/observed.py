@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..comm.collectives import applied
-from ..core import func_levels, tree
+from ..core import func_levels, losses, tree
 from ..core.arguments import CODE, call_site, check_function
 from ..core.losses import Mean, terms_of
 from ..core.scalars import on_device
@@ -232,8 +232,11 @@ class _Operators(TorchFunctionMode):
         results = [x for x in results if isinstance(x, Tensor) and x.layout is torch.strided]
         if func is applied:
             self._add(_collective_name(*args[1:]), given, results, COLLECTIVE)
-        elif given and results and "empty" not in name and not _is_library(sys._getframe(1)):
-            self._add(name, given, results)
+        elif given and results and "empty" not in name:
+            if not (file := _caller(sys._getframe(1))).startswith(CODE[0]):
+                self._add(name, given, results)
+            elif file == losses.__file__ and (origin := self._origin(given[0])) is not None:  # a factor of a Mean
+                self._origins[id(results[0])] = weakref.ref(results[0]), origin
         return out
 
     def _add(self, name: str, given: Sequence[Tensor], results: Sequence[Tensor], kind: str = "operator") -> None:
@@ -267,8 +270,8 @@ def _collective_name(collective: Any, dims: tuple[int, int]) -> str:
     return collective.kind + f"({', '.join(how)})" * bool(how) + f" over {collective.axis!r}"
 
 
-def _is_library(frame: Any) -> bool:
-    """True if fshard called the operator; torch's modules belong to the program."""
+def _caller(frame: Any) -> str:
+    """Return the file that called the operator; torch's modules belong to the program."""
     while frame.f_code.co_filename.startswith(CODE[1]) and "modules" not in frame.f_code.co_filename:
         frame = frame.f_back
-    return frame.f_code.co_filename.startswith(CODE[0])
+    return str(frame.f_code.co_filename)

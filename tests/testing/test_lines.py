@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.split_models import MODELS
 from torch import Tensor
 from torch.nn import functional as F
 
 import fshard
 from fshard import all_gather, all_reduce, all_to_all, rank_and_size, reduce_scatter, shift
-from fshard.testing import same_loss
+from fshard.testing import World, first_difference, observed, same_loss
 
 T = "tensor"
 MLP = {"up": (T, 1), "down": (T, 0)}
@@ -286,6 +287,16 @@ def penalty_of_a_whole_leaf(p: Any, x: Tensor, mesh: Any, bad: bool) -> Any:
     return fshard.Mean(y + 0.1 * size * len(x), len(x))
 
 
+@case(leaves={"head": (T, 0)}, data="shard")
+def balance_of_one_rank(p: Any, x: Tensor, mesh: Any, bad: bool) -> Any:
+    """A term of a loss has counts of one rank."""
+    scores = (x @ p["up"]).softmax(-1)
+    counts = scores.argmax(-1).bincount(minlength=6)
+    counts = counts if bad else all_reduce(counts, mesh, "shard")
+    balance = fshard.Mean((scores.sum(0) * counts / counts.sum()).sum(), len(x))  # balance_of_one_rank
+    return fshard.Mean((x * p["bias"]).sum(), len(x)) + 0.1 * balance
+
+
 C = "context"
 QKV = rows(2, 6, 12, 4)  # (b, heads, words, d)
 
@@ -411,7 +422,53 @@ def test_the_line_is_named(name: str) -> None:
     assert not marked(name) or f"at {__file__}:{number}: `{line}`: " in text, text
 
 
+def step_of(mesh: Any, loss: Callable[..., Any], params: Any, batch: Any, how: dict[str, Any]) -> Any:
+    """What a rank of an observed step has seen."""
+    plan = fshard.make_plan(params, mesh, data=how.get("data", ()), **({"split": how["leaves"]} if mesh else WHOLE))
+    rank, ranks = rank_and_size(mesh, how.get("data", ()))
+    state = fshard.init_state(fshard.shard_params(params, plan), fshard.optim.sgd(0.1))
+    return observed(fshard.train_step(loss, fshard.optim.sgd(0.1)))(state, batch.tensor_split(ranks)[rank])[1]
+
+
+WHOLE: dict[str, Any] = {"params_over": (), "grads_over": (), "state_over": ()}
+SPLIT = [name for name, one in CASES.items() if one.how["leaves"]]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", SPLIT)
+def test_first_difference_names_the_same_line(name: str, ranks: int) -> None:
+    """Each of the two tools would have a search of its own."""
+    one, params = CASES[name], {name: x.double() for name, x in drawn().items()}
+    batch = one.batch.double() if one.batch.is_floating_point() else one.batch
+    axes = dict.fromkeys([axis for axis, *_ in one.how["leaves"].values()], ranks)
+    axes = {one.how["data"]: 2} | axes if "data" in one.how else axes
+
+    def seen(mesh: Any, bad: bool) -> Any:
+        return step_of(mesh, lambda p, x: one.loss(p, x, mesh, bad), params, batch, one.how)
+
+    for bad in (False, True):
+        found = first_difference(World(axes=axes).run(seen, bad), [seen(None, bad)])
+        assert (found is not None) == bad, str(found)
+    for number, line in marked(name):
+        assert (found.line, line in found.text) == (f"{__file__}:{number}", True), str(found)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_models_of_the_page_are_quiet(name: str) -> None:
+    """A right program has values that no kind fits (row numbers, maxima): the search would end in these."""
+    model = MODELS[name]
+    data = ("shard", model.axis) if model.differ else () if "dropout" in name else ("shard",)
+    how = {"leaves": model.split, "data": data}
+    params, batch = model.params(), model.batch(12, 3)
+    same_loss(lambda mesh: model.loss(mesh, data), model.loss(None, data), params, batch, **how)
+    ranks = World(axes={"shard": 2, model.axis: 3} if data else {model.axis: 3}).run(
+        lambda mesh: step_of(mesh, model.loss(mesh, data), params, batch, how)
+    )
+    found = first_difference(ranks, [step_of(None, model.loss(None, data), params, batch, how)])
+    assert found is None, str(found)
+
+
 def test_there_are_enough_cases() -> None:
     """A case would be left out without a word, or few have their line as the first one."""
-    assert len(CASES) == 29
-    assert sum(len(marked(name)) for name in CASES) == 25
+    assert len(CASES) == 30
+    assert sum(len(marked(name)) for name in CASES) == 26
