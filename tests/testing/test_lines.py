@@ -458,7 +458,7 @@ def test_the_models_of_the_page_are_quiet(name: str) -> None:
     """A right program has values that no kind fits (row numbers, maxima): the search would end in these."""
     model = MODELS[name]
     data = ("shard", model.axis) if model.differ else () if "dropout" in name else ("shard",)
-    how = {"leaves": model.split, "data": data}
+    how: dict[str, Any] = {"leaves": model.split, "data": data, "axes": model.axis}
     params, batch = model.params(), model.batch(12, 3)
     same_loss(lambda mesh: model.loss(mesh, data), model.loss(None, data), params, batch, **how)
     ranks = World(axes={"shard": 2, model.axis: 3} if data else {model.axis: 3}).run(
