@@ -23,7 +23,7 @@ from ..watch.first_difference import departure
 from ..watch.observed import Observed, Seen
 from .world import World
 
-Leaves = Mapping[str, tuple[str, int] | tuple[str, int, int]]
+SplitLeaves = Mapping[str, tuple[str, int] | tuple[str, int, int]]
 
 _LOSS = "the loss"
 _CAUSES = (
@@ -40,7 +40,7 @@ def same_loss(
     params: Tree,
     batch: Tree,
     *args: Tree,
-    leaves: Leaves | Callable[..., Leaves],
+    leaves: SplitLeaves | Callable[..., SplitLeaves],
     data: str | Sequence[str] | Mapping[str, int] = (),
     axes: str | Sequence[str] = (),
     sizes: Sequence[int] = (2, 3),
@@ -53,13 +53,13 @@ def same_loss(
     - `params`: whole, on the host; losses are compared for these values, and for values nearby.
     - `batch`: equal on all ranks, but cut (`torch.tensor_split`) over the axes in `data`, in dim 0 or `data[axis]`.
     - `leaves`, `data`: the arguments `split` and `data` of `make_plan`, or a function `leaves(mesh, *axes)`.
-    - `axes`: axes that `leaves` and `data` do not name: those of a function, and those that split no leaf.
+    - `axes`: further axes of the mesh: of a function `leaves`, or axes without split leaves.
     - `sizes`: numbers of simulated ranks to try along all axes; several axes get unlike sizes.
     - `rtol`: allowed difference, as a part of the leaf's largest number. Floating-point tensors are cast to float64.
 
-    If the loss is wrong, the error names the first line whose values on ranks are neither equal to the plain ones, nor
-    parts of them, nor summands, and the collective that is missing or too many. The plain loss must call the line, too:
-    use `plain=split(None)`.
+    If the loss is wrong, the error names the first wrong line, and a collective that is missing or too many: on each
+    line, ranks' values must be equal to the plain value, or its parts, or summands. `plain` must run the same lines, as
+    `split(None)` does.
 
     Ranks with equal batches draw equal random numbers; without `data`, the plain loss draws the same. Unequal gradients
     show faults of a backward that you wrote, or of another library's collective. ValueError if no mesh of several ranks
@@ -89,7 +89,7 @@ def same_loss(
         cuts = None if mesh is None else leaves(mesh, *more) if callable(leaves) else leaves
         plan = make_plan(whole, mesh, params_over=over, grads_over=over, state_over=over, split=cuts, data=over)
         for axis, dim in cut.items():
-            part = tree.map(partial(_part, *rank_and_size(mesh, axis), dim), part)
+            part = tree.map(partial(_rows_of, *rank_and_size(mesh, axis), dim), part)
         with seeded_by(rank_and_size(mesh, over)[0], "", torch.device("cpu")):
             value, grads = value_and_grad(loss)(shard_params(whole, plan), part, *others)
         named = tree.paths_to(gather_params(grads), Tensor)
@@ -106,15 +106,15 @@ def same_loss(
         for first in range(len(sizes)):  # several axes get unlike sizes
             world = World(axes={axis: sizes[(first + i) % len(sizes)] for i, axis in enumerate(named)})
             each = world.run(lambda mesh, whole=whole: results(mesh, split(mesh), whole))
-            if unlike := next(filter(None, (_unlike(got, expected, rtol) for got in each)), None):
+            if unlike := next(filter(None, (_first_unequal(got, expected, rtol) for got in each)), None):
                 ranks = world.run(lambda mesh: seen(mesh, split(mesh), points["nearby"]))
-                found = departure(ranks, seen(None, plain, points["nearby"]), rtol)
+                first_wrong = departure(ranks, seen(None, plain, points["nearby"]), rtol)
                 text, cause = unlike
-                why = f"First wrong is {found}" if found and found.kind == "operator" else cause
+                why = f"First wrong is {first_wrong}" if first_wrong and first_wrong.kind == "operator" else cause
                 raise AssertionError(f"same_loss: {world.axes}, the params {name}: {text}. {why}")
 
 
-def _part(rank: int, ranks: int, dim: int, x: Tree) -> Tree:
+def _rows_of(rank: int, ranks: int, dim: int, x: Tree) -> Tree:
     return x.tensor_split(ranks, dim)[rank] if isinstance(x, Tensor) and -x.dim() <= dim < x.dim() else x
 
 
@@ -128,7 +128,7 @@ def _nudged(x: Tree, by: float = 0.0) -> Tree:
     return torch.where(x == 0, moved, x * (1 + moved))
 
 
-def _unlike(got: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> tuple[str, str] | None:
+def _first_unequal(got: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> tuple[str, str] | None:
     """Return the first difference, and its possible causes."""
     largest = {name: float(wanted.abs().max()) if wanted.numel() else 0.0 for name, wanted in expected.items()}
     least = 1e-6 * max(largest.values())  # zeros have rounding errors, too

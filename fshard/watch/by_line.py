@@ -1,6 +1,6 @@
-"""The line where a loss on ranks departs from the loss on one device, if the two call other operators.
+"""The first wrong line of a loss on ranks, beside the loss on one device, which may call other operators.
 
-Note [Lines]
+Note [Counterparts]
     1. Operators of one line and name are counterparts if the line calls them equally often on each rank and on one
        device. A collective, which one device lacks, has the counterpart of its input.
     2. A value with a counterpart is right if it has a kind (Note [Kinds of values] in `values.py`). A right program may
@@ -24,7 +24,7 @@ Kinds = Mapping[str, str]  # by axis of several ranks
 _SUMS = ("all_reduce over", "all_reduce(dim", "reduce_scatter")
 _PERMUTING = ("shift", "sizes", "broadcast")
 _ENDS = "A total and its count are of one kind; a Sum is summands along each axis, a plain number is a mean over ranks"
-_REMEDIES = {  # by the beginning of an input's kind
+_MISSING = {  # by the beginning of an input's kind
     "shares": "it is divided by the number of ranks once too often",
     "summands": "a sum over the ranks (all_reduce, reduce_scatter) is missing before this line, or belongs after it",
     "values to average": "a mean over the ranks is missing before this line",
@@ -33,7 +33,7 @@ _REMEDIES = {  # by the beginning of an input's kind
 }
 
 
-class Lines:
+class ByLine:
     """A run on ranks beside a run on one device, compared by line."""
 
     def __init__(self, got: Sequence[ObservedRun], one: ObservedRun, rtol: float | None):
@@ -60,12 +60,12 @@ class Lines:
         (x, *_), (kind, name) = self._got[0][end], end
         if self._kinds_like(end) is not None:
             ends = dict.fromkeys([str(name).replace("count", "total"), name])
-            said = (f"{each} is {_told(self._kinds_like((kind, each)))}" for each in ends)
-            return x.differs(None, f"{_source(x)}{'; '.join(said)}. {_ENDS}")
-        found = self._first_wrong(x.inputs, is_inexact)
-        if not found:
+            said = (f"{each} is {_in_words(self._kinds_like((kind, each)))}" for each in ends)
+            return x.differs(None, f"{_code_of(x)}{'; '.join(said)}. {_ENDS}")
+        reasons = [(self._reason(n), n) for n in self._first_wrong(x.inputs, is_inexact)]
+        if not reasons:
             return None
-        reason, number = min(((self._reason(n), n) for n in found), key=lambda pair: (not pair[0], pair[1]))
+        reason, number = min(reasons, key=lambda pair: (not pair[0], pair[1]))
         return self._values[number].differs(None, self._text(number, reason))
 
     def _kinds_like(self, key: ValueName, parts: Sequence[ObservedValue] = ()) -> Kinds | None:
@@ -73,7 +73,7 @@ class Lines:
         parts, want = parts or [x for run in self._got for x in run[key]], self._one[key]
         sizes, num = self._got[0].sizes, len(self._got[0].forwards)
         limit = limit_of(key, parts, self._one, self._rtol)
-        kinds = kinds_of([x.value for x in parts], [x.value for x in want], sizes, limit)
+        kinds = kinds_of(parts, want, sizes, limit)
         axes = zip([*self._got[0].axes, "micro-batches"], [*sizes, num], kinds, strict=False)
         return {axis: word for axis, size, word in axes if size > 1} if kinds else None
 
@@ -88,24 +88,24 @@ class Lines:
 
     def _inputs(self, number: int) -> list[int]:
         """Return the nearest values with counterparts from which a value is computed."""
-        found, seen, waiting = list[int](), {-1}, [*self._values[number].inputs]
+        nearest, seen, waiting = list[int](), {-1}, [*self._values[number].inputs]
         while waiting:
             if (n := waiting.pop()) not in seen:
                 seen.add(n)
-                near = found if n in self._wanted else waiting
-                near += [n] if n in self._wanted else self._values[n].inputs
-        return sorted(found)
+                into, numbers = (nearest, [n]) if n in self._wanted else (waiting, self._values[n].inputs)
+                into += numbers
+        return sorted(nearest)
 
     def _first_wrong(self, ends: Iterable[int], passes: Callable[[Tensor], bool]) -> list[int]:
-        found, seen, waiting = list[int](), {-1}, [*ends]
+        first, seen, waiting = list[int](), {-1}, [*ends]
         while waiting:
             if (n := waiting.pop()) not in seen:
                 seen.add(n)
                 wrong = [m for m in self._inputs(n) if self._kinds[m] is None and passes(self._values[m].value)]
                 waiting += wrong
                 if not wrong and self._kinds.get(n) is None:
-                    found.append(n)
-        return found
+                    first.append(n)
+        return first
 
     def _reason(self, number: int) -> str:
         """Say which collective is missing before a value, or too many; "" if its inputs' kinds do not tell."""
@@ -114,43 +114,42 @@ class Lines:
         taken = [(n, axis, kind) for n, axis, kind in each if number < -1 and name.endswith(repr(axis))]
         if taken and name.startswith(_SUMS) and taken[0][2] == "equal":
             return f"it sums equal values along {taken[0][1]!r}: one sum too many"
-        remedies = {"": "another collective, or other dims"} if taken else _REMEDIES
-        for begin, remedy in remedies.items():
+        missing = {"": "another collective, or other dims"} if taken else _MISSING
+        for begin, remedy in missing.items():
             for n, axis, kind in taken or each:
                 if kind.startswith(begin):
-                    return (
-                        f"along {axis!r} it takes {kind}, from {self._shown(self._origin(n, axis), number)}: {remedy}"
-                    )
+                    source = self._shown(self._origin(n, axis), number)
+                    return f"along {axis!r} it takes {kind}, from {source}: {remedy}"
         return ""
 
     def _origin(self, number: int, axis: str) -> int:
         """Return the first of the values, each computed from the one before, of the kind of a value along an axis."""
-        kind = (self._kinds[number] or {})[axis]
-        while before := [n for n in self._inputs(number) if (self._kinds[n] or {}).get(axis) == kind]:
-            number = before[0]
+        kind, seen = (self._kinds[number] or {})[axis], {number}
+        while before := [n for n in self._inputs(number) if (self._kinds[n] or {}).get(axis) == kind and n not in seen]:
+            seen.add(number := before[0])
         return number
 
     def _text(self, number: int, reason: str) -> str:
         given = self._inputs(number)
         before = self._first_wrong((n for n in given if self._kinds[n] is None), lambda x: True)
-        told = (f"{self._shown(n, number)} ({_told(self._kinds[n])})" for n in sorted({*given, *before}))
+        told = (f"{self._shown(n, number)} ({_in_words(self._kinds[n])})" for n in sorted({*given, *before}))
         inputs = "; ".join(dict.fromkeys(told)) or "leaves, the batch, or values of no line"
         reason = reason or (
             "it takes numbers unlike one device's" if before else "its value differs, and no known input does"
         )
-        return f"{_source(self._values[number])}{reason}. Inputs: {inputs}"
+        return f"{_code_of(self._values[number])}{reason}. Inputs: {inputs}"
 
     def _shown(self, number: int, beside: int) -> str:
         x, (file, _, _) = self._values[number], self._values[beside].line.rpartition(":")
-        return f"{x.name}, {x.line.replace(f'{file}:', 'line ')}, {_source(x)[:-2]}"
+        return f"{x.name}, {x.line.replace(f'{file}:', 'line ')}, {_code_of(x)[:-2]}"
 
 
-def _told(kinds: Kinds | None) -> str:
+def _in_words(kinds: Kinds | None) -> str:
     return ", ".join(f"{kind} along {axis!r}" for axis, kind in (kinds or {}).items()) or "unlike one device's"
 
 
 def _by_line(run: ObservedRun) -> dict[object, int]:
-    """Return the numbers of operators by line, name, place among those of the line and name, and number of these."""
+    """Return the numbers of operators by line and name, the place among such operators, and how many there are."""
     lines: dict[object, list[int]] = {}
     for (kind, number), values in run.items():
         if kind == "operator" and isinstance(number, int) and len(values) == len(run.forwards):
@@ -158,7 +157,7 @@ def _by_line(run: ObservedRun) -> dict[object, int]:
     return {(line, i, len(all)): number for line, all in lines.items() for i, number in enumerate(all)}
 
 
-def _source(x: ObservedValue) -> str:
+def _code_of(x: ObservedValue) -> str:
     file, _, number = x.line.rpartition(":")
     source = linecache.getline(file, int(number)).strip() if number.isdecimal() and os.path.isfile(file) else ""
     return f"`{source}`: " if source else ""

@@ -2,8 +2,8 @@
 
 Note [Several ranks and one device]
     1. Values of ranks and micro-batches must combine to one device's value (Note [Kinds of values] in `values.py`).
-       Operators are compared by number, or by line (Note [Lines] in `by_line.py`) if leaves are split, or the loss
-       calls collectives.
+       Operators are compared by number, or by line (Note [Counterparts] in `by_line.py`) if leaves are split, or if
+       the loss calls collectives.
     2. The first difference is a wrong value computed from right values. But a right program may have wrong values
        without effect: a rank's row numbers, a subtracted maximum, logged values. So only wrong results count: the
        loss's totals and counts, gradients, metrics, parameters. From a wrong total, wrong arguments lead back to the
@@ -17,7 +17,7 @@ Note [Several ranks and one device]
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import cycle, islice
 
 from torch import Tensor
@@ -25,11 +25,11 @@ from torch import Tensor
 from ..core.arguments import is_number, wrong
 from ..core.storage import is_inexact
 from ..files.foreign import require
-from .by_line import Lines
+from .by_line import ByLine
 from .observed import GRADIENT, METRIC, OLD, PARAMETER, SUM, Observed
 from .values import (
     MOST_UPDATE,
-    SMALL,
+    SMALL_PART,
     Difference,
     ObservedRun,
     ObservedValue,
@@ -101,7 +101,7 @@ def _read_runs(name: str, by_rank: Sequence[Observed]) -> list[ObservedRun]:
 
 
 def departure(got: Sequence[Observed], one: Observed, rtol: float) -> Difference | None:
-    """Return the first wrong value of a loss on ranks by Note [Lines] in `by_line.py`, as `first_difference`."""
+    """Return the first wrong value of a loss on ranks by Note [Counterparts] in `by_line.py`, as `first_difference`."""
     return _Ranks(_read_runs("got", got), _read_runs("expected", [one])[0], rtol, by_line=True).first()
 
 
@@ -144,7 +144,7 @@ def _agreeing(key: ValueName, run: ObservedRun, want: ObservedRun, rtol: float |
     given = want[key][0].rtol if rtol is None else rtol
     (x, old), (y, other) = ([flat(each[kind, path][0].value) for kind in (SUM, OLD)] for each in (run, want))
     agree = (x - y).abs() <= min(2**5 * given, MOST_UPDATE) * y.abs()
-    is_rounding = (y.abs() <= SMALL * given * want.largest_gradient) & bool(y.any())
+    is_rounding = (y.abs() <= SMALL_PART * given * want.largest_gradient) & bool(y.any())
     return agree & ~is_rounding & ((old - other).abs() <= given * largest(other))
 
 
@@ -180,7 +180,7 @@ class _Ranks:
             return self._loss(parts, want, limit)
         if kind == GRADIENT:
             words = () if self._is_split else ("sum",)
-            right = next(self._right(parts, want, limit, words), None)
+            right = next(right_ways(parts, want, self._got[0].sizes, limit, words), None)
             return None if right else self._operator or self._told(parts, want, limit)
         for rank, x in enumerate(parts):
             agreeing = _agreeing(key, self._got[rank], self._one, self._rtol)
@@ -188,15 +188,10 @@ class _Ranks:
                 return self._operator or x.differs(rank, text)
         return None
 
-    def _right(
-        self, parts: Sequence[ObservedValue], want: Sequence[ObservedValue], limit: float, words: Sequence[str] = ()
-    ) -> Iterator[tuple[Way, Way]]:
-        return right_ways([x.value for x in parts], [x.value for x in want], self._got[0].sizes, limit, words)
-
     def _note(self, number: int, parts: Sequence[ObservedValue], want: Sequence[ObservedValue], limit: float) -> None:
         state, given = "wrong", {self._states[n] for n in want[0].inputs}
         words = ("apart",) if given <= {"copies"} else ()  # results from copies are copies
-        if ways := next(self._right(parts, want, limit, words), None):
+        if ways := next(right_ways(parts, want, self._got[0].sizes, limit, words), None):
             state = "pieces" if {*ways[0], *ways[1]} <= {"apart"} else "partial"
             if state == "pieces" and not any(x.value.shape != y.value.shape for x in parts for y in want):
                 state = "copies"
@@ -224,14 +219,13 @@ class _Ranks:
         """Check a total or a count: values of both must combine in the same way."""
         of = want[0].name.partition("(")[2]
         words = {"Sum)": ("sum",), "Tensor)": ("mean",)}
-        right = {*self._right(parts, want, limit, words.get(of, ()))}
+        right = {*right_ways(parts, want, self._got[0].sizes, limit, words.get(of, ()))}
         self._ways = right & self._ways if "count" in want[0].name else right
         if self._ways:
             return None
-        if self._by_line and (
-            difference := Lines(self._got, self._one, self._rtol).departure((want[0].kind, want[0].name))
-        ):
-            return difference
+        if self._by_line:
+            departs = ByLine(self._got, self._one, self._rtol).departure(("operator", want[0].name))
+            return departs or self._told(parts, want, limit)
         number, inputs = None, want[0].inputs
         while wrong := [n for n in inputs if self._states.get(n) == "wrong"]:
             number, inputs = wrong[0], self._one["operator", wrong[0]][0].inputs

@@ -27,7 +27,7 @@ from .observed import COLLECTIVE, GRADIENT, LOSS, OLD, PARAMETER, SUM, Observed
 Way: TypeAlias = tuple[str, ...]  # by axis: "apart", "sum" or "mean"
 ORDER = "parts in another order"
 ValueName: TypeAlias = tuple[str, str | int]  # kind and name of a value; for an operator, its number in the forward
-SMALL = 2.0**-6  # values below this part of the largest argument may be rounding errors
+SMALL_PART = 2.0**-6  # values below this part of the largest argument may be rounding errors
 MOST_UPDATE = 2.0**-4  # agreeing gradients differ by at most this part; updates may differ four times as much
 _HALF = 2.0**-20  # between eps of float32 and of 16 bits
 
@@ -57,6 +57,8 @@ class Difference(NamedTuple):
 
 
 class ObservedValue(NamedTuple):
+    """A value, and how it was computed."""
+
     kind: str
     name: str
     unit: str
@@ -139,7 +141,7 @@ def limit_of(key: ValueName, got: Sequence[ObservedValue], want: ObservedRun, rt
         return 4 * min(2**5 * given, MOST_UPDATE) * update + 4 * torch.finfo(first.value.dtype).eps * largest(*values)
     behind = max(map(want.largest_of, first.inputs), default=0.0)
     behind = want.largest_gradient if kind in (GRADIENT, SUM) else behind
-    return given * max(largest(*values, *(x.value for x in got)), SMALL * behind)
+    return given * max(largest(*values, *(x.value for x in got)), SMALL_PART * behind)
 
 
 def largest(*tensors: Tensor) -> float:
@@ -203,37 +205,43 @@ def pieces_of(values: Sequence[Tensor], wanted: Sequence[Tensor]) -> Iterator[Se
 
 
 def right_ways(
-    parts: Sequence[Tensor], want: Sequence[Tensor], sizes: Sequence[int], limit: float, words: Sequence[str] = ()
+    got: Sequence[ObservedValue],
+    want: Sequence[ObservedValue],
+    sizes: Sequence[int],
+    limit: float,
+    words: Sequence[str] = (),
 ) -> Iterator[tuple[Way, Way]]:
     """Yield the ways to combine values of ranks, and of one device, to equal values (Note [Kinds of values]).
 
     `sizes`: of the mesh's axes; micro-batches are one axis more. `words`: "apart", "sum", "mean", or some of them.
     """
-    sizes_of_one = list[int]()
+    parts, whole, sizes_of_one = [x.value for x in got], [x.value for x in want], list[int]()
     if len(parts) > (ranks := math.prod(sizes)) or len(want) > 1:
         sizes, sizes_of_one = [*sizes, len(parts) // ranks], [len(want)]
     words = words or ("apart", "sum", "mean")
     for of_ranks, of_one in product(_ways(sizes, words), _ways(sizes_of_one, words)):
-        got, wanted = _combined(parts, sizes, of_ranks), _combined(want, sizes_of_one, of_one)
-        if got and wanted and _values_alike(got, wanted, limit):
+        combined, wanted = _combined(parts, sizes, of_ranks), _combined(whole, sizes_of_one, of_one)
+        if combined and wanted and _values_alike(combined, wanted, limit):
             yield of_ranks, of_one
 
 
-def kinds_of(parts: Sequence[Tensor], want: Sequence[Tensor], sizes: Sequence[int], limit: float) -> tuple[str, ...]:
+def kinds_of(
+    got: Sequence[ObservedValue], want: Sequence[ObservedValue], sizes: Sequence[int], limit: float
+) -> tuple[str, ...]:
     """Say by axis how values of ranks make one device's value (Note [Kinds of values]); () if they do not."""
-    words = ("apart",) if parts[0].dtype == torch.bool else ()
-    way, _ = next(right_ways(parts, want, sizes, limit, words), ((), ()))
+    parts, words = [x.value for x in got], ("apart",) if got[0].value.dtype == torch.bool else ()
+    way, _ = next(right_ways(got, want, sizes, limit, words), ((), ()))
     if not way:
         return ()
     sizes = [*sizes, len(parts) // math.prod(sizes)][: len(way)]
     left = [size if word == "apart" else 1 for size, word in zip(sizes, way, strict=True)]
     none: tuple[int | None, ...] = (None,) * len(way)
-    dims = none if len(want) > 1 else next(_dims(_combined(parts, sizes, way) or (), left, want[0], limit), none)
+    dims = none if len(want) > 1 else next(_dims(_combined(parts, sizes, way) or (), left, want[0].value, limit), none)
     shares = [word == "sum" and _are_equal(parts, sizes, axis, limit) for axis, word in enumerate(way)]
-    return tuple(map(_kind, way, sizes, dims, shares))
+    return tuple(map(_word_for, way, sizes, dims, shares))
 
 
-def _kind(way: str, size: int, dim: int | None, is_share: bool) -> str:
+def _word_for(way: str, size: int, dim: int | None, is_share: bool) -> str:
     if way != "apart":
         return "values to average" if way == "mean" else f"shares of 1/{size}" if is_share else "summands"
     return ORDER if dim is None else f"parts of dim {dim}" if dim >= 0 else "equal"

@@ -71,6 +71,9 @@ def mlp(p: Any, x: Tensor) -> Tensor:
     return torch.tanh(x @ p["up"]) @ p["down"]
 
 
+# the first wrong line of a case has its name as a mark; with "from" it is an input of that line
+
+
 @case(leaves=MLP)
 def no_sum(p: Any, x: Tensor, mesh: Any, bad: bool) -> Any:
     """The sum after a row is forgotten."""
@@ -79,7 +82,6 @@ def no_sum(p: Any, x: Tensor, mesh: Any, bad: bool) -> Any:
     return mean(torch.tanh(y))  # no_sum
 
 
-# by the name of the case: its wrong line is that with the mark
 @case(leaves=MLP)
 def residual_of_a_summand(p: Any, x: Tensor, mesh: Any, bad: bool) -> Any:
     """A residual is added before the sum."""
@@ -416,7 +418,6 @@ def test_the_line_is_named(name: str) -> None:
     with pytest.raises(AssertionError, match=r"the loss: expected .* First wrong is ") as error:
         compared(name, True)
     text = str(error.value)
-    print(name, text.replace(str(Path(__file__).parent), ""))
     ((number, line),) = marked(name) or marked(f"from {name}")
     assert f"`{line}`" in text, text
     assert not marked(name) or f"at {__file__}:{number}: `{line}`: " in text, text

@@ -571,9 +571,12 @@ def test_changed_values_are_a_difference_or_an_error() -> None:
 
     found = set[str]()
     pairs = [(simulate(small, shard=2), [small(None)]), (simulate(small, shard=2),) * 2, ([small(None)],) * 2]
+    by_line = [seen | {"names": [x.replace("2\t\t", "2\tsplit\t") for x in seen["names"]]} for seen in pairs[0][0]]
+    assert all("split\treplicate,shard" in seen["names"][0] for seen in by_line)
+    pairs.append((by_line, pairs[0][1]))
     for seed in range(200):
         draw = random.Random(seed)
-        got, expected = (changed(each, draw) for each in pairs[seed % 3])
+        got, expected = (changed(each, draw) for each in pairs[seed % 4])
         try:
             found.add(type(first_difference(got, expected, draw.choice([None, 1e-3]))).__name__)
         except ValueError:
