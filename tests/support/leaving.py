@@ -122,7 +122,7 @@ def closed_again_and_again(mesh: Any) -> tuple[list[tuple[int, int]], bool]:
         group = dist.new_group()
         part = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
         built_in = mock.patch.object(mesh_module, "GroupRanks", BuiltIn)
-        with fshard.closing(part), built_in if number == 2 else nullcontext():
+        with built_in if number == 2 else nullcontext(), fshard.closing(part):
             kept.append(fshard.make_plan({"w": torch.ones(3)}, part))
             results.append(_trained(part))
         dist.destroy_process_group(group)
@@ -164,6 +164,12 @@ def _reduce(mesh: Any) -> Tensor:
     return fshard.all_reduce(torch.ones(1), mesh, "shard")
 
 
+def _closes_and_gathers(mesh: Any) -> None:
+    ranks = along(mesh, "shard")
+    fshard.close(mesh)
+    primitives.all_gather(torch.ones(1), ranks).wait()
+
+
 def what_is_closed(mesh: Any) -> dict[str, str]:
     """What a rank hears of calls on meshes, before and after they were closed."""
     found, group = dict[str, str](), dist.new_group()
@@ -188,9 +194,10 @@ def what_is_closed(mesh: Any) -> dict[str, str]:
     found["kept ranks"] = _error(lambda: primitives.all_gather(torch.ones(1), ranks).wait())
     found["under way"] = "; ".join(_error(pending.wait) for pending in under_way[:2])
     found["another mesh"] = "; ".join(_error(pending.wait) for pending in under_way[2:])
+    fshard.check(lambda: None, mesh)()  # connects
     # the peer's has another size, and never arrives
     never = primitives.all_gather(torch.ones(1 + mesh.get_rank()), along(mesh, "shard"))
-    fshard.close(mesh)
+    found["in a check"] = _error(fshard.check(partial(_closes_and_gathers, mesh), mesh))
     found["never"] = _error(never.wait)
     found["over gloo"] = _error(lambda: _reduce(mesh))
     return found
