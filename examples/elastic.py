@@ -38,7 +38,7 @@ def loss(params: Any, batch: Batch) -> fshard.Mean:
     return fshard.Mean(total, batch["targets"].numel())
 
 
-def train(mesh: Any, member: elastic.Member) -> None:
+def train(mesh: Any, member: elastic.RunMember) -> None:
     """What each rank does in a round."""
     rank, ranks = fshard.rank_and_size(mesh)
     text = as_tensor(read_text(None, CONTEXT, 0)[0])

@@ -3,6 +3,6 @@
 from .keeping import Kept, keep
 from .meeting import Meeting
 from .moving import LostError, last_whole, move, replan
-from .rounds import Member, run
+from .rounds import RunMember, run
 
-__all__ = ["Kept", "LostError", "Meeting", "Member", "keep", "last_whole", "move", "replan", "run"]
+__all__ = ["Kept", "LostError", "Meeting", "RunMember", "keep", "last_whole", "move", "replan", "run"]

@@ -88,6 +88,7 @@ class Meeting:
         self.store.set("over", "yes")
 
     def is_over(self) -> bool:
+        """Return True if the run has ended."""
         return bool(self._read("over"))
 
     def note_state(self) -> None:
@@ -95,6 +96,7 @@ class Meeting:
         self.store.set("state", "yes")
 
     def had_state(self) -> bool:
+        """Return True if all ranks of a round have ever held a state."""
         return bool(self._read("state"))
 
     def wait(self, round: Round, trains: Sequence[int]) -> bool:

@@ -19,7 +19,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
@@ -45,17 +44,26 @@ class _Rejoin(Exception):
     """Raised on all ranks if other processes have entered the next round."""
 
 
-@dataclass
-class Member:
-    """A process of a run: what it holds, and its meshes in this round."""
+class RunMember:
+    """A process of a run, as `train` gets it from `run`.
 
-    meeting: Meeting
-    distance: int = 1
-    held: list[Kept] = field(default_factory=list)  # the last two states
-    round: Round = NO_ROUND
-    trains: Sequence[int] = ()  # members of the round that train
-    everyone: AnyMesh = None  # spares, too
-    mesh: AnyMesh = None  # the ranks that train; None on a spare
+    - `meeting`, `distance`: the arguments of `run`.
+    - Attributes: `round`, its `number` and `members`; `held`, the last two states.
+
+    >>> def train(mesh, member):
+    ...     state, step = member.start({"w": torch.zeros(2)})
+    ...     member.keep({"w": state["w"] + 1}, step + 1)
+    ...     return member.round.number, len(member.held)
+    >>> fshard.elastic.run(train, fshard.elastic.Meeting(dist.HashStore()), first=1)
+    (1, 2)
+    """
+
+    def __init__(self, meeting: Meeting, distance: int = 1):
+        self.meeting, self.distance, self.round = meeting, distance, NO_ROUND
+        self.held: list[Kept] = []
+        self.trains: Sequence[int] = ()  # members of the round that train
+        self.everyone: AnyMesh = None  # spares, too
+        self.mesh: AnyMesh = None  # the ranks that train; None on a spare
 
     def start(self, like: Tree, dir: str | os.PathLike[str] | None = None) -> tuple[Tree, int]:
         """Return the state from which the ranks go on, in the form of `like`, and the number of its steps.
@@ -122,7 +130,7 @@ class Member:
 
 
 def run(
-    train: Callable[[AnyMesh, Member], T],
+    train: Callable[[AnyMesh, RunMember], T],
     meeting: Meeting,
     first: int,
     use: Use = lambda ranks: ranks,
@@ -131,26 +139,31 @@ def run(
     timeout: float = 60.0,
     distance: int = 1,
 ) -> T | None:
-    """Call `train(mesh, member)` for each set of ranks in turn, until it returns; every process of the run calls this.
+    """Call `train(mesh, member)` for each set of ranks in turn, a round; every process of the run must call this.
 
-    If a rank is lost, or processes come, the processes that are left call `train` again with a new mesh; its
-    `member.start` returns the state to go on from, and `member.keep` holds a state after each step.
+    If a rank is lost or processes come, the processes of the new round call `train` again, on a new mesh:
+    `member.start` returns the state to go on from, `member.keep` holds the state after a step. Return the result of
+    `train`; None on a process that was a spare in the last round.
 
+    - `meeting`: the place where processes meet.
     - `first`: the number of processes in the first round.
-    - `use`: a function of the number of processes that returns how many train, or the axes of the mesh by name. The
-      others are spares: they hold nothing new, and `run` returns None on them in the end.
-    - `timeout`: seconds that a rank waits for a message.
-    - `distance`: the copy of a rank's part is at the rank so much further along the axis.
+    - `use`: a function of the number of processes; it returns how many train, or the axes of the mesh by name. Other
+      processes are spares.
+    - `device`, `backend`: the device type of meshes, and the backend of process groups.
+    - `timeout`: seconds until a rank without an answer is lost.
+    - `distance`: as in `keep`; 1 in a round whose ranks it does not fit.
 
-    An error that comes twice with the same ranks and the same state is raised. LostError if parts of a state are gone
-    with all their holders, and there is no checkpoint.
+    An error that comes twice, with equal ranks and equal step, is raised. LostError if a state is gone with all its
+    holders, and there is no checkpoint.
+
+    Source: torchft (2024) for survivors that go on, by replicas; here by parts, on any number of ranks.
     """
     check_whole("elastic.run: first", first, 1, what="a number of processes")
     check_positive("elastic.run: timeout", timeout)
-    member, failed, lost_at = Member(meeting, distance), None, None
+    member, failed, lost_at = RunMember(meeting, distance), None, None
     while (round := meeting.enter(first if meeting.last_round().number == 0 else 1)) is not None:
         try:
-            with _ranks(member, round, use, device, backend, timeout):
+            with _connected_round(member, round, use, device, backend, timeout):
                 return _play(train, member)
         except _Rejoin:
             continue
@@ -167,7 +180,7 @@ def run(
     return None
 
 
-def _play(train: Callable[[AnyMesh, Member], T], member: Member) -> T | None:
+def _play(train: Callable[[AnyMesh, RunMember], T], member: RunMember) -> T | None:
     meeting = member.meeting
     if member.mesh is None:
         member.give()
@@ -182,7 +195,9 @@ def _play(train: Callable[[AnyMesh, Member], T], member: Member) -> T | None:
 
 
 @contextmanager
-def _ranks(member: Member, round: Round, use: Use, device: str, backend: str, timeout: float) -> Iterator[None]:
+def _connected_round(
+    member: RunMember, round: Round, use: Use, device: str, backend: str, timeout: float
+) -> Iterator[None]:
     """Give the member its meshes in the block."""
     size, rank = len(round.members), round.members.index(member.meeting.me)
     store = dist.PrefixStore(f"ranks/{round.number}", member.meeting.store)
@@ -191,7 +206,7 @@ def _ranks(member: Member, round: Round, use: Use, device: str, backend: str, ti
         used = use(size)
         axes = {"shard": used} if isinstance(used, int) else used
         member.round, member.trains = round, round.members[: math.prod(axes.values())]
-        member.everyone, active = _mesh(device, {"all": size}), _mesh(device, axes)
+        member.everyone, active = _mesh_of(device, {"all": size}), _mesh_of(device, axes)
         member.mesh = None if active.get_coordinate() is None else active
         yield
     finally:
@@ -201,6 +216,6 @@ def _ranks(member: Member, round: Round, use: Use, device: str, backend: str, ti
         dist.destroy_process_group()
 
 
-def _mesh(device: str, axes: Mapping[str, int]) -> DeviceMesh:
+def _mesh_of(device: str, axes: Mapping[str, int]) -> DeviceMesh:
     sizes = [*axes.values()]
     return DeviceMesh(device, torch.arange(math.prod(sizes)).view(sizes), mesh_dim_names=(*axes,))

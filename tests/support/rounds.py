@@ -55,7 +55,7 @@ def process(mesh: Any, port: int, run: Run) -> bytes | None:
         store.wait(["come"])
     meeting = elastic.Meeting(store, patience=1.0 if run.wakes else 10.0)
 
-    def die(member: elastic.Member, rank: int, step: int, place: str) -> None:
+    def die(member: elastic.RunMember, rank: int, step: int, place: str) -> None:
         for death in run.deaths:
             if death[:4] != (member.round.number, rank, step, place):
                 continue
@@ -64,7 +64,7 @@ def process(mesh: Any, port: int, run: Run) -> bytes | None:
             store.set("stopped", str(os.getpid()))
             os.kill(os.getpid(), death.signal)
 
-    def train(mesh: Any, member: elastic.Member) -> Any:
+    def train(mesh: Any, member: elastic.RunMember) -> Any:
         rank, ranks = fshard.rank_and_size(mesh)
         begun = {"train": new_state(mesh, run.kind), **NOTE}
         die(member, rank, 0, PLACES[0])
