@@ -34,7 +34,7 @@ from ..layout.pieces import Parts, mesh_of
 from ..plan.ahead import host_row
 
 StateKey: TypeAlias = tuple[int, int]  # round, step
-Interval: TypeAlias = tuple[str, int, int]  # leaf, number of the first element, number of elements
+LeafInterval: TypeAlias = tuple[str, int, int]  # leaf, number of the first element, number of elements
 _BATCH = 1 << 26  # bytes that a rank sends at once, on average of all ranks
 _KEEP_OUTSIDE = "Keep values of one rank outside of the state, or the values of all ranks in one leaf (all_gather)"
 
@@ -51,7 +51,7 @@ class Kept:
     forms: Mapping[str, Form] = field(repr=False)
     orders: Mapping[str, tuple[int, ...]] = field(repr=False)
     values: Mapping[str, Json] = field(repr=False)
-    intervals: Sequence[Sequence[Interval]] = field(repr=False)
+    intervals: Sequence[Sequence[LeafInterval]] = field(repr=False)
     memory: Sequence[Tensor] = field(repr=False)
     life: Life = field(default_factory=Life, repr=False)
 
@@ -182,12 +182,12 @@ def batches(forms: Mapping[str, Form], ranks: int) -> Iterator[list[str]]:
 
 def _copied(
     contents: Contents, arriving: Mapping[str, tuple[int, int]], neighbour: _Neighbour | None, old: list[Tensor]
-) -> tuple[list[list[Interval]], list[Tensor]]:
+) -> tuple[list[list[LeafInterval]], list[Tensor]]:
     """Copy this rank's parts, and `arriving`, to host memory, to `old` if it has room; return intervals and memory."""
     by_name = {part.name: part for part in contents.parts if part.elements.numel()}
-    device, intervals, memory = mesh_device(contents.mesh), list[list[Interval]](), list[Tensor]()
+    device, intervals, memory = mesh_device(contents.mesh), list[list[LeafInterval]](), list[Tensor]()
 
-    def room(block: list[Interval]) -> Tensor:
+    def room(block: list[LeafInterval]) -> Tensor:
         size, number = packed_size([(contents.forms[name].dtype, numel) for name, _, numel in block]), len(memory)
         fits = number < len(old) and len(old[number]) >= size
         intervals.append(block)

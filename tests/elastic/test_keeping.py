@@ -1,9 +1,11 @@
 """What a rank holds: copies in host memory of its own part and a neighbour's, of a state that all ranks agree on."""
 
+import pickle
 from typing import Any
 
 import pytest
 import torch
+from support.models import same_bits
 from support.survivors import KINDS, axes_of, new_state
 
 import fshard
@@ -49,6 +51,17 @@ def test_a_kept_state_does_not_change_with_the_live_one() -> None:
             assert sum(float(x.abs().sum()) for x in before) > 1
 
     World(axes=axes_of("two axes", 4)).run(on_rank)
+
+
+def test_what_is_kept_is_a_value() -> None:
+    """It would keep a mesh that is gone, with its connections, or not go to another process."""
+    kept = World(2).run(lambda mesh: elastic.keep({"train": new_state(mesh, "zero3"), "n": 1}, 3))
+    copies = pickle.loads(pickle.dumps(kept))
+    assert repr(copies) == "[Kept(key=(0, 3)), Kept(key=(0, 3))]"
+    for one, other in zip(kept, copies, strict=True):
+        assert same_bits([*one.parts()], [*other.parts()])
+    like = {"train": new_state(None, "zero3"), "n": 0}
+    assert same_bits(elastic.move(copies, like), elastic.move(kept, like))
 
 
 @pytest.mark.parametrize(
