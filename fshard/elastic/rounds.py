@@ -206,7 +206,7 @@ def _connected_round(
         used = use(size)
         axes = {"shard": used} if isinstance(used, int) else used
         member.round, member.trains = round, round.members[: math.prod(axes.values())]
-        member.everyone, active = _mesh_of(device, {"all": size}), _mesh_of(device, axes)
+        member.everyone, active = _mesh_of_round(device, {"all": size}), _mesh_of(device, axes)
         member.mesh = None if active.get_coordinate() is None else active
         yield
     finally:
@@ -216,6 +216,6 @@ def _connected_round(
         dist.destroy_process_group()
 
 
-def _mesh_of(device: str, axes: Mapping[str, int]) -> DeviceMesh:
+def _mesh_of_round(device: str, axes: Mapping[str, int]) -> DeviceMesh:
     sizes = [*axes.values()]
     return DeviceMesh(device, torch.arange(math.prod(sizes)).view(sizes), mesh_dim_names=(*axes,))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -270,8 +271,8 @@ def _collective_name(collective: Any, dims: tuple[int, int]) -> str:
     return collective.kind + f"({', '.join(how)})" * bool(how) + f" over {collective.axis!r}"
 
 
-def _caller(frame: Any) -> str:
+def _caller(frame: FrameType) -> str:
     """Return the file that called the operator; torch's modules belong to the program."""
-    while frame.f_code.co_filename.startswith(CODE[1]) and "modules" not in frame.f_code.co_filename:
+    while frame.f_back and frame.f_code.co_filename.startswith(CODE[1]) and "modules" not in frame.f_code.co_filename:
         frame = frame.f_back
-    return str(frame.f_code.co_filename)
+    return frame.f_code.co_filename
