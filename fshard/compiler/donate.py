@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor, fx
 
 from ..core import tree
 from ..core.storage import address
-from ..graph.dataflow import NodeIndex, computed, index, insert_copy, repeated
+from ..graph.dataflow import NodeIndex, call, computed, index, insert_copy, is_call, repeated
+from ..graph.early import early_updates
+from ..graph.inspect import arguments
 from .trace import Output, Trace
 
 _EMPTY = (torch.ops.aten.new_empty.default, torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)
@@ -48,6 +51,8 @@ def donated(traced: Trace, leaves: Sequence[object]) -> Trace:
         # first. Inductor would replace a clone by a read after the write, so `copied` makes none.
         outputs = [insert_copy(graph, node) if _storage(node) in old else node for node in outputs]
     _write(graph, others, inputs, outputs)
+    if any(is_call(node, "fshard.joined") for node in outputs):  # updates by unit
+        early_updates(graph)
     for move in moves:
         results[move.leaf] = Input(move.input)
     kept = [result.number for result in results if isinstance(result, Output)]
@@ -100,7 +105,18 @@ def _write(graph: fx.Graph, moves: Sequence[_Move], inputs: Sequence[fx.Node], o
         anchors.append(in_order[min(max(ready + 1, len(inputs)), len(in_order) - 1)])
     for move, anchor in zip(moves, anchors, strict=True):
         with graph.inserting_before(anchor):
-            graph.call_function(torch.ops.aten.copy_.default, (inputs[move.input], outputs[move.output]))
+            for place, value in _parts_and_places(graph, inputs[move.input], outputs[move.output]):
+                graph.call_function(torch.ops.aten.copy_.default, (place, value))
+
+
+def _parts_and_places(graph: fx.Graph, place: fx.Node, value: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """Return (place, value), or for a `fshard.joined` its parts and their places."""
+    if not is_call(value, "fshard.joined"):
+        return [(place, value)]
+    parts: list[fx.Node] = arguments(value)["parts"]
+    ends = accumulate((part.meta["val"].numel() for part in parts), initial=0)
+    slices = [call(graph, torch.ops.aten.slice.Tensor, place, 0, *bounds) for bounds in pairwise(ends)]
+    return [*zip(slices, parts, strict=True)]
 
 
 def _first_argument(traced: Trace) -> tuple[tree.Spec, Trace]:

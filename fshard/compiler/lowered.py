@@ -17,11 +17,12 @@ from torch import Tensor, fx
 
 from ..comm.consensus import together
 from ..core import func_levels, tree
-from ..core.tracing import mark
+from ..core.tracing import IN_PLACE, assigned, mark
 from ..core.tree import Tree, tensors
 from ..graph import inspect, passes
 from ..graph.bucketing import bucket
 from ..graph.dataflow import written_inputs
+from ..graph.early import writes_parts
 from ..graph.inspect import Traffic
 from ..graph.memory import Footprint, footprint
 from ..plan.plan import Plan
@@ -34,7 +35,7 @@ from .donate import Input, donated
 from .identity import FunctionIdentity
 from .loops import in_one_file
 from .program import InnerCompile, Program, Scope, UnsavableError, load_program, program_of, result_of
-from .regions import are_alike, as_text, driver, regions
+from .regions import are_alike, as_text, driver, one_region, regions
 from .signature import (
     Captured,
     Inputs,
@@ -125,7 +126,9 @@ class Lowered:
             # CUDA graphs and unknown backends need a whole graph
             parts = [] if is_captured or backend not in _OF_REGIONS else regions(module)
             saved = self if backend == "inductor" else None
-            if are_alike(parts):
+            is_cut = backend in _OF_REGIONS and writes_parts(module.graph)
+            if is_cut or are_alike(parts):
+                parts = parts or one_region(module)
                 calls = driver(module, parts, partial(_compiled, backend))
                 return Compiled(self.interface, calls.forward, as_text(calls), saved)
             # the backend changes a copy: `self.graph` stays
@@ -368,7 +371,8 @@ def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, op
     key = signature(leaves, spec, on_meshes(arguments))
     captured = [(variable, variable.tensors()) for variable in captures(fn)]
     contents([variable for variable, _ in captured], {})  # names new meshes: a trace cannot
-    traced = trace(fn, leaves, spec, [x for _, values in captured for x in values])
+    with assigned(IN_PLACE, options.donate):
+        traced = trace(fn, leaves, spec, [x for _, values in captured for x in values])
     names = [variable.name for variable, values in captured for _ in values]
     _check_unchanged(traced, leaves, names)  # before `donated` adds writes
     for node in traced.module.graph.nodes:

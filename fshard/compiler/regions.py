@@ -10,7 +10,8 @@ Note [Regions]
        their offsets differ between layers; a region that writes to an input gets the whole input.
     4. A region takes its arguments as a list and empties the list, so a value is freed after its last reader.
     5. A graph stays whole if no two regions are equal; if it draws from torch's generator, because regions would draw
-       other numbers; or if it has lazily conjugated or negated values, because regions do not see these bits.
+       other numbers; or if it has lazily conjugated or negated values, because regions do not see these bits. If it
+       writes to parts of inputs, it is then one region.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ import inspect
 import operator as python
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from torch import Tensor, fx
 
 from ..core.random import draws
-from ..core.storage import address
+from ..core.storage import address, ranges_meet
 from ..core.tracing import memo
 from ..graph.dataflow import is_call, is_write, written
 from ..graph.inspect import operator, values
@@ -70,6 +72,14 @@ def regions(module: fx.GraphModule) -> list[fx.Node | Region]:
     read = [_nodes_read(run) for run in runs]
     needed = {x for number, nodes in enumerate(read) for x in nodes if run_of.get(x) != number}
     return [_region(run, x, needed) if _is_computed(run[0]) else run[0] for run, x in zip(runs, read, strict=True)]
+
+
+def one_region(module: fx.GraphModule) -> list[fx.Node | Region]:
+    """Return all nodes in one region: in a whole graph, compilers copy an input to write to its parts."""
+    output = module.graph.output_node()
+    run = [node for node in module.graph.nodes if node.op not in ("placeholder", "output") and not _is_view(node)]
+    region = _region(run, _nodes_read(run), {*_nodes_read([output])})
+    return [*module.graph.find_nodes(op="placeholder"), region, output]
 
 
 def are_alike(parts: Sequence[fx.Node | Region]) -> bool:
@@ -154,17 +164,27 @@ def _node_runs(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def _nodes_read(run: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the nodes that `run` reads. For a view return its base, unless `run` only reads a view of an input."""
-    memory = written(run)
+    """Return the nodes that `run` reads. For a view return its base, unless it is a part of an input.
+
+    A run gets an input whole if it writes to overlapping parts.
+    """
+    memory, whole = written(run), set[int]()  # `whole`: storages of inputs whose parts overlap, and one is written
 
     def read(node: fx.Node, parts: bool) -> Iterator[fx.Node]:
         parts = parts and "as_strided" not in operator(node)  # `as_strided` counts from the buffer's start
         for x in node.all_input_nodes:
             nodes = [*read(x, parts)] if _is_view(x) else [x]
-            is_part = parts and all(y.op == "placeholder" for y in nodes) and memory.isdisjoint(storages_of(x))
+            is_part = parts and all(y.op == "placeholder" for y in nodes) and whole.isdisjoint(storages_of(x))
             yield from [x] if is_part and isinstance(x.meta.get("val"), Tensor) else nodes
 
-    return list(dict.fromkeys(x for node in run for x in read(node, parts=True)))
+    def read_all() -> list[fx.Node]:
+        return list(dict.fromkeys(x for node in run for x in read(node, parts=True)))
+
+    first = read_all()
+    inputs = (node for node in first if node.op == "placeholder" or _is_view(node))
+    parts = [x for node in inputs for x in values(node) if address(x) in memory]
+    whole = {address(x) for x, y in combinations(parts, 2) if ranges_meet(x, y)}
+    return read_all() if whole else first
 
 
 def _region(run: Sequence[fx.Node], read: Sequence[fx.Node], needed: set[fx.Node]) -> Region:

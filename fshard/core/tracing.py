@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 # True: trace every unit; False: copy the nodes of equal units
 UNROLLS: ContextVar[bool] = ContextVar("fshard.core.tracing", default=False)
+# True in a trace whose graph writes results over its first argument
+IN_PLACE: ContextVar[bool] = ContextVar("fshard.core.in_place", default=False)
 T = TypeVar("T")
 Operator: TypeAlias = Any  # its class is private to torch
 # arguments, as modes and tensor subclasses get them

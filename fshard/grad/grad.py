@@ -21,11 +21,12 @@ from ..core.arguments import check_flags, check_function
 from ..core.losses import Mean, Outcome, Sum, Terms, averages, is_loss, loss_text, remarks, terms_of, value_dtype
 from ..core.scalars import Number, on_device
 from ..core.storage import MemoryRanges
-from ..core.tracing import is_tracing
+from ..core.tracing import IN_PLACE, is_tracing
 from ..core.tree import Tree
 from ..layout.pieces import Unreduced, device_of
 from ..plan import ahead
 from ..plan.plan import Plan
+from ..sharding.schedule import View
 from ..sharding.sharded import Sharded, whole_view
 from . import autograd
 from .tape import Tape
@@ -308,7 +309,7 @@ def check_loss(loss_fn: object) -> None:
 def later_grads(params: Sharded, over: Axes, local: bool = False, room: int = 0) -> Rooms:
     """The gradients of a whole tree, cut over `over`; if `local`, on the device. `room` as in `View`."""
     plan, view, device = params.plan, whole_view(params.plan, over, params.trainable.view.kinds), device_of(params)
-    view = replace(view, room=0 if is_tracing() or any(kind.host for kind in plan.kinds) else room)
+    view = replace(view, room=0 if (is_tracing() and _uncut(view, room)) or any(k.host for k in plan.kinds) else room)
 
     def empty(kind: int, numel: int) -> Tensor:
         like = torch.empty(0, dtype=plan.kinds[kind].precision.grads, device=device)
@@ -318,6 +319,12 @@ def later_grads(params: Sharded, over: Axes, local: bool = False, room: int = 0)
         return primitives.buffer(plan.live_mesh(), plan.axis_names, numel, like, lent=False)
 
     return Rooms(view, device, empty, cache(lambda number: empty(*view.tensors[number])))
+
+
+def _uncut(view: View, room: int) -> bool:
+    """Return True if a graph has one row of gradients: a small one, or if it does not update in place on one rank."""
+    plan, is_small = view.plan, len(replace(view, room=room).tensors) == len(view.kinds)
+    return is_small or not IN_PLACE.get() or plan.num_ranks(plan.axis_names) > 1 or plan.state_crosses
 
 
 def empty_grads(params: Sharded, over: Axes, local: bool = False) -> Sharded:

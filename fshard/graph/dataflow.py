@@ -25,7 +25,7 @@ VIEWS = (
 # If the result of such an operator equals an argument, Inductor reads the argument in place of the result.
 REPEATING = (
     *("clone", "copy_", "_to_copy", "cat", "stack", "repeat", "constant_pad_nd", "slice_scatter", "view_copy", "pow"),
-    *("ceil", "floor", "round", "trunc", "rot90"),
+    *("ceil", "floor", "round", "trunc", "rot90", "fshard.joined"),
 )
 
 # These operators write to running statistics; their schemas do not say so.
@@ -82,7 +82,7 @@ def has_effect(node: fx.Node) -> bool:
 def is_write(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    return node.target._schema.is_mutable or (operator(node) in _UNMARKED and bool(_written_by(node)))
+    return node.target._schema.is_mutable or (operator(node) in _UNMARKED and bool(written_by(node)))
 
 
 def returns_place(node: fx.Node) -> bool:
@@ -100,7 +100,7 @@ def written_inputs(graph: fx.Graph) -> list[int]:
 
 
 def written(nodes: Iterable[fx.Node]) -> set[int]:
-    return {key for node in nodes if is_write(node) for x in _written_by(node) for key in storages_of(x)}
+    return {key for node in nodes if is_write(node) for x in written_by(node) for key in storages_of(x)}
 
 
 def repeated(graph: fx.Graph, memory: set[int]) -> set[int]:
@@ -115,7 +115,7 @@ def repeated(graph: fx.Graph, memory: set[int]) -> set[int]:
     return memory
 
 
-def _written_by(node: fx.Node) -> list[fx.Node]:
+def written_by(node: fx.Node) -> list[fx.Node]:
     by_name, schema = arguments(node), node.target._schema  # type: ignore[union-attr]
     marked = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     if is_call(node, *_UNMARKED) and by_name["training"]:
@@ -170,7 +170,7 @@ def index(graph: fx.Graph) -> NodeIndex:
             for storage in memory[x]:
                 if storage in written and (is_writer or storage not in made):  # a view reads nothing
                     read[storage].append(number)
-        for x in _written_by(node) if is_writer else ():  # a wait writes to the result
+        for x in written_by(node) if is_writer else ():  # a wait writes to the result
             for storage in memory[x]:
                 written[storage].append(number)
     return NodeIndex(order, returned, written, read)

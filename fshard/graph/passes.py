@@ -220,11 +220,11 @@ def _makes_scalars(node: fx.Node) -> bool:
 _Place = tuple[int, int]  # number of a node, side
 
 # Sides of a node, in order: three before it, the node itself, after it.
-_FIRST_START, _WAIT, _START, _ITSELF, _AFTER = range(-3, 2)
+_FIRST_START, _WAIT, _START, ITSELF, AFTER = range(-3, 2)
 
 
-def _arrange(graph: fx.Graph, places: Mapping[fx.Node, _Place]) -> None:
-    keys = {node: (*places.get(node, (i, _ITSELF)), i) for i, node in enumerate(graph.nodes)}
+def arrange(graph: fx.Graph, places: Mapping[fx.Node, _Place]) -> None:
+    keys = {node: (*places.get(node, (i, ITSELF)), i) for i, node in enumerate(graph.nodes)}
     output = graph.output_node()
     for node in sorted(keys, key=keys.__getitem__):
         if node.op not in ("placeholder", "output"):
@@ -246,11 +246,11 @@ def sink(graph: fx.Graph, in_flight: int = 0, ahead: int = 1) -> None:
     for gather, early in zip(moved, _early(moved, order, in_flight, ahead), strict=True):
         shard, traced_at = arguments(gather.start)["x"], order[gather.start]  # shard: (n / W,)
         # The shard must have its traced value: start between the writes before and after the traced start.
-        ready = max((nodes.last_write([shard], traced_at), _AFTER), places.get(shard, (order[shard], _ITSELF)))
+        ready = max((nodes.last_write([shard], traced_at), AFTER), places.get(shard, (order[shard], ITSELF)))
         changed = (nodes.first_write([shard], traced_at), _FIRST_START)
         start = max(min(early, changed), ready)
         places |= dict.fromkeys([gather.start, gather.ticket], start)
-    _arrange(graph, places)
+    arrange(graph, places)
     if in_flight:
         _delay(graph, in_flight)
 
@@ -288,13 +288,13 @@ def _delay(graph: fx.Graph, in_flight: int) -> None:
     places |= {wait: (len(order), _WAIT) for wait, _ in under_way}
     for wait, latest in places.items():
         if _has_second_stage(arguments(wait)["ticket"]):
-            places[wait] = (order[wait], _ITSELF)
+            places[wait] = (order[wait], ITSELF)
             continue
         # wait before the first reader of the result and the first write to the sent buffer
         sent: list[fx.Node] = arguments(wait)["sent"]
         needed = min(nodes.first_reader(wait), nodes.first_write(sent, order[wait]))
-        places[wait] = max((order[wait], _ITSELF), min(latest, (needed, _WAIT)))
-    _arrange(graph, places)
+        places[wait] = max((order[wait], ITSELF), min(latest, (needed, _WAIT)))
+    arrange(graph, places)
 
 
 def _has_second_stage(start: fx.Node) -> bool:

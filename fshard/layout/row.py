@@ -273,6 +273,7 @@ def put(place: Tensor, leaves: Sequence[Tensor], starts: Sequence[int], add: boo
     _row_of(tuple(starts), tuple(leaf.shape for leaf in leaves), place.numel()).put(place, list(leaves), add, most)
 
 
+define("joined(Tensor[] parts) -> Tensor", torch.cat, torch.cat)
 define(
     "put(Tensor(a!) place, Tensor[] parts, int[] starts, bool add) -> ()", put, lambda place, parts, starts, add: None
 )

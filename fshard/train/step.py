@@ -291,6 +291,7 @@ def train_step(
         transform = _unfused(transform)
     # others join all gradients
     room = SMALL_GRADIENTS if transform.views and is_by_elements(transform) else 0
+    rooms = room, 0 if transform.parts else room  # eager, in a graph
 
     def run(state: TrainState, /, batch: Tree, *args: Tree, **kwargs: Tree) -> Result:
         params = check_sharded(state.params)
@@ -302,8 +303,8 @@ def train_step(
             _check_unshared((params.trainable, state.opt_state), batch, args, kwargs)
         # `compiler/captures.py` finds the loss function only if `run` reads it
         at, stamp = stamp_of(state.step, state.rng, device_of(params))
-        given = loss_fn, accumulate, by, reduce_once, has_aux, with_extra, clip_norm, skip_labels, in_place, room
-        recipe = Recipe(*given, built + at, stamp, {} if keep_gathered else None, kwargs)
+        given = loss_fn, accumulate, by, reduce_once, has_aux, with_extra, clip_norm, skip_labels, in_place
+        recipe = Recipe(*given, rooms[is_tracing()], built + at, stamp, {} if keep_gathered else None, kwargs)
         make = step_in_backward if in_backward and in_place else _step_after_backward
         new_state, outcome, norm, found_inf = make(recipe, transform, state, batch, args)
         metrics: dict[str, Tree] = {"loss": outcome.value, "grad_norm": norm, "found_inf": found_inf}

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import torch
@@ -166,11 +167,34 @@ class Transform(_Fields):
             found_inf = any_found(found_inf)
         # a compiler fuses the formulas, and a kernel has no derivative
         if self.fused is None or is_tracing() or func_levels.differentiates((grads, state, params, extra)):
+            if is_tracing() and isinstance(grads, Views) and isinstance(params, Parts):
+                return self._by_parts(grads, state, params, found_inf, extra)
             return self._applied(packed(grads), state, packed(params), found_inf, extra)
         if isinstance(params, Views) and not self.views:
             state = state if donate else copied(state)
             params, donate = packed(params), True  # packed copies belong to this call
         return self.fused(grads if self.views else packed(grads), state, params, found_inf, donate, **extra)
+
+    def _by_parts(
+        self, grads: Views, state: Tree, params: Parts, found_inf: FoundInf | None, extra: Mapping[str, object]
+    ) -> tuple[Tree, Tree]:
+        """Update each of the tensors in which gradients are. If a graph donates the state, it joins no parts."""
+        bounds = [[*pairwise(accumulate((x.numel() for x in run), initial=0))] for run in grads.runs]
+
+        def cut(x: Tree) -> Tree:
+            if not isinstance(x, Parts):
+                return x
+            return [row[start:stop] for row, of in zip(x.tensors, bounds, strict=True) for start, stop in of]
+
+        def joined(old: Tree, new: Tree) -> Tree:
+            if not isinstance(old, Parts):
+                return new
+            parts = iter(new)
+            return grads.make(old.key, [torch.ops.fshard.joined([next(parts) for _ in of]) for of in bounds])
+
+        fine, old = tree.map_tops(cut, Parts, (params, state))
+        new = self._applied([g for run in grads.runs for g in run], old, fine, found_inf, extra)
+        return tree.map_tops(joined, Parts, (params, state), new)
 
     def _applied(
         self, grads: Tree, state: Tree, params: Tree, found_inf: FoundInf | None, extra: Mapping[str, object]

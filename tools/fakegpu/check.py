@@ -21,7 +21,7 @@ PARTS = {  # what each does, and its time on two free cores
     "processes": "2 to 4 processes, with values between them; 3 minutes",
     "table": "every kind of step on one rank of several, two runs at a time; 3 minutes",
     "compiled": "what Inductor makes of a step; 2 minutes",
-    "peaks": "what systems of `make gpu` allocate and reserve in full size; 30 seconds",
+    "peaks": "what systems of `make gpu` allocate and reserve in full size; a minute",
 }
 # without the repository's conftest.py, which needs packages that the CUDA environment does not have
 PYTEST = [

@@ -14,19 +14,20 @@ import sys
 from pathlib import Path
 
 EXPECTED = Path(__file__).with_name("peaks.json")
-SYSTEMS = ("fshard", "fshard, in backward", "FSDP2", "unsharded")
+SYSTEMS = ("fshard", "fshard, in backward", "fshard, jit", "FSDP2", "unsharded")
 SIZE = (2048, 12, 16, 8, 1024)  # gpu_speed.LARGE where there is a GPU
 STEPS = 3
 
 
 def measured(name: str) -> None:
     """Print what the last of some steps of a system allocates and reserves, in GiB, and end the process."""
+    import gpu_speed
     import torch
     from gpu_parts import one_rank
-    from gpu_speed import SYSTEMS
 
     torch.backends.cuda.enable_cudnn_sdp(False)
-    run = SYSTEMS[name](one_rank(), SIZE)
+    gpu_speed.BACKEND = "inductor"
+    run = gpu_speed.SYSTEMS[name](one_rank(), SIZE)
     for _ in range(STEPS):
         gc.collect()
         torch.cuda.reset_peak_memory_stats()
