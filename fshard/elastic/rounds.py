@@ -206,7 +206,7 @@ def _connected_round(
         used = use(size)
         axes = {"shard": used} if isinstance(used, int) else used
         member.round, member.trains = round, round.members[: math.prod(axes.values())]
-        member.everyone, active = _mesh_of_round(device, {"all": size}), _mesh_of(device, axes)
+        member.everyone, active = _mesh_of_round(device, {"all": size}), _mesh_of_round(device, axes)
         member.mesh = None if active.get_coordinate() is None else active
         yield
     finally:
