@@ -1,12 +1,11 @@
 """The processes of a run meet in a store, and agree on the members of each round.
 
 Note [Rounds]
-    A run goes on in rounds; a round has a number, and its members in the order of their ranks. A process enters the
-    next round by a word in the store. The round is decided once all members of the last round have entered, or are
-    gone: the system of a host closes the port of a process as the process ends, so a knock is refused at once. A host
-    without an answer costs `patience`. One `compare_set` decides. A process that is late enters the round after it.
-
-    The last round is read from the store, because a newcomer remembers none, and would decide a round alone.
+    A round has a number, and members in the order of their ranks. A process enters the next round by a word in the
+    store. One `compare_set` decides the round, once all members of the last round have entered or are gone. A host
+    closes a process's port as the process ends, so knocks are refused at once; a host without an answer costs
+    `patience`. Late processes enter the round after. The last round is read from the store: a newcomer remembers none,
+    and would decide a round alone.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ NO_ROUND = Round(0, ())
 class Meeting:
     """The place where the processes of a run meet.
 
-    - `store`: a store that outlives every process of the run: a `TCPStore` in a process of its own, say.
-    - `address`: this host's address, for knocks of the other processes.
-    - `patience`: seconds to wait for a process on a host that does not answer.
+    - `store`: outlives all processes of the run: a `TCPStore` in a process of its own, say.
+    - `address`: this host's address, for other processes.
+    - `patience`: seconds to wait for a host without an answer.
 
     >>> meeting = Meeting(dist.HashStore())
     >>> meeting.enter(least=1)
@@ -76,11 +75,11 @@ class Meeting:
         return None
 
     def entered(self, number: int) -> list[int]:
-        """Return the processes that have entered a round, the first to come first."""
+        """Return the processes in a round, decided or not, in the order of their coming."""
         return [*dict.fromkeys(int(word) for word in self._read(f"entered/{number}").split())]
 
     def alive(self) -> list[int]:
-        """Return all processes of the run that are not gone."""
+        """Return all living processes of the run."""
         return [x for x in range(1, int(self.store.add("processes", 0)) + 1) if not self._is_gone(x)]
 
     def end(self) -> None:
@@ -92,7 +91,7 @@ class Meeting:
         return bool(self._read("over"))
 
     def note_state(self) -> None:
-        """Note that all ranks have held a state of this run: from now on none may start anew."""
+        """Note a state held by all ranks: from now on none may start anew."""
         self.store.set("state", "yes")
 
     def had_state(self) -> bool:
@@ -100,7 +99,7 @@ class Meeting:
         return bool(self._read("state"))
 
     def wait(self, round: Round, trains: Sequence[int]) -> bool:
-        """Wait, as a spare, until the next round begins or those that train are gone; True if the run is over."""
+        """Wait, as a spare, until the next round begins or the others are gone; return True if the run is over."""
         while not self.is_over() and not self.entered(round.number + 1) and not all(map(self._is_gone, trains)):
             self._open_door()
             time.sleep(_PAUSE)
@@ -124,7 +123,7 @@ class Meeting:
                 time.sleep(_LOOK)
 
     def _open_door(self) -> None:
-        """Accept the knocks, so that the queue of the door is never full."""
+        """Accept knocks: a full queue would refuse them."""
         with suppress(BlockingIOError):
             while True:
                 self._door.accept()[0].close()

@@ -1,14 +1,13 @@
-"""A process of a long run: it holds parts of two states, and goes on with the processes that are left.
+"""A process of a long run: it holds parts of two states, and goes on with the other living processes.
 
 Note [What a process lets go]
-    A process holds two states (Note [Two kept states] in `keeping.py`). The first state of a round is made from what
-    all members held, and held beside it until all ranks have kept the new one, at the end of `start`: a rank may be
-    lost before. All other states of earlier rounds are given up: the same steps are made again by other ranks, with
-    other bits.
+    A process holds two states (Note [Two kept states] in `keeping.py`). The first state of a round is held beside its
+    source, a state of an earlier round, until all ranks have kept the first: a rank may be lost before. Other states
+    of earlier rounds are given up, because other ranks make the same steps again, with other bits.
 
 Note [Lost or not yet here]
-    Where elements are gone with their ranks, a process outside of the round may hold them: it still waits for a rank
-    that is gone, and enters the next round. So `run` raises LostError only if all that live are in the round.
+    If elements are gone with their ranks, a process outside of the round may hold them: it still waits for a lost rank,
+    and enters the next round. So `run` raises LostError only if all living processes are in the round.
 """
 
 from __future__ import annotations
@@ -61,17 +60,16 @@ class RunMember:
     def __init__(self, meeting: Meeting, distance: int = 1):
         self.meeting, self.distance, self.round = meeting, distance, NO_ROUND
         self.held: list[Kept] = []
-        self.trains: Sequence[int] = ()  # members of the round that train
+        self.trains: Sequence[int] = ()  # training members of the round
         self.everyone: AnyMesh = None  # spares, too
-        self.mesh: AnyMesh = None  # the ranks that train; None on a spare
+        self.mesh: AnyMesh = None  # of training members; None on a spare
 
     def start(self, like: Tree, dir: str | os.PathLike[str] | None = None) -> tuple[Tree, int]:
-        """Return the state from which the ranks go on, in the form of `like`, and the number of its steps.
+        """Return the state to go on from, in the form of `like`, and its number of steps.
 
-        The state is the last one of which the members hold every element. A run that begins starts from the last
-        checkpoint in `dir`, or from `like` with 0 steps. If copies are gone with their ranks, the ranks go on from the
-        last checkpoint in `dir`, and a warning says so; without one, LostError. All ranks must call this, once in each
-        round.
+        The state is the last one held whole by the members. A new run starts from the last checkpoint in `dir`, else
+        from `like` with 0 steps. If elements are gone with their ranks, the ranks go on from the last checkpoint in
+        `dir`, with a warning; LostError without one. All ranks must call this, once in each round.
         """
         try:
             key = self._last_whole()
@@ -106,7 +104,7 @@ class RunMember:
         key = last_whole(self.held, self.everyone)
         had = torch.tensor(key is None and self.meeting.had_state(), dtype=torch.uint8)
         if consensus.any_rank(had, self.everyone):
-            raise LostError("elastic: all processes that held a state are gone")
+            raise LostError("elastic: all holders of a state are gone")
         return key
 
     def _moved(self, like: Tree) -> Tree:
@@ -143,7 +141,7 @@ def run(
 
     If a rank is lost or processes come, the processes of the new round call `train` again, on a new mesh:
     `member.start` returns the state to go on from, `member.keep` holds the state after a step. Return the result of
-    `train`; None on a process that was a spare in the last round.
+    `train`, or None on a spare.
 
     - `meeting`: the place where processes meet.
     - `first`: the number of processes in the first round.
@@ -151,10 +149,10 @@ def run(
       processes are spares.
     - `device`, `backend`: the device type of meshes, and the backend of process groups.
     - `timeout`: seconds until a rank without an answer is lost.
-    - `distance`: as in `keep`; 1 in a round whose ranks it does not fit.
+    - `distance`: as in `keep`; 1 if a multiple of the round's ranks.
 
-    An error that comes twice, with equal ranks and equal step, is raised. LostError if a state is gone with all its
-    holders, and there is no checkpoint.
+    `run` raises an error of `train` the second time, if ranks and step are equal. LostError if a state is gone with all
+    its holders, without a checkpoint.
 
     Source: torchft (2024) for survivors that go on, by replicas; here by parts, on any number of ranks.
     """
@@ -188,7 +186,7 @@ def _play(train: Callable[[AnyMesh, RunMember], T], member: RunMember) -> T | No
             raise _Rejoin
         return None
     result = train(member.mesh, member)
-    with suppress(RuntimeError):  # a rank that leaves first would seem to be lost
+    with suppress(RuntimeError):  # the first rank to leave would seem lost
         consensus.any_rank(torch.zeros((), dtype=torch.uint8), member.mesh)
     meeting.end()
     return result
