@@ -223,8 +223,10 @@ _Place = tuple[int, int]  # number of a node, side
 _FIRST_START, _WAIT, _START, _ITSELF, _AFTER = range(-3, 2)
 
 
-def _arrange(graph: fx.Graph, places: Mapping[fx.Node, _Place]) -> None:
-    keys = {node: (*places.get(node, (i, _ITSELF)), i) for i, node in enumerate(graph.nodes)}
+def _arrange(graph: fx.Graph, places: Mapping[fx.Node, _Place], turns: Mapping[fx.Node, int] | None = None) -> None:
+    """Move nodes to their places. At one place, `turns` decides, then the order so far."""
+    turns = turns or {}
+    keys = {node: (*places.get(node, (i, _ITSELF)), turns.get(node, 0), i) for i, node in enumerate(graph.nodes)}
     output = graph.output_node()
     for node in sorted(keys, key=keys.__getitem__):
         if node.op not in ("placeholder", "output"):
@@ -236,23 +238,30 @@ def sink(graph: fx.Graph, in_flight: int = 0, ahead: int = 1) -> None:
 
     With `in_flight`, gathers start earlier and reductions end later, each with up to `in_flight` bytes under way.
     """
-    nodes, places = index(graph), dict[fx.Node, _Place]()
+    nodes, places, turns, last = index(graph), dict[fx.Node, _Place](), dict[fx.Node, int](), (-1, _ITSELF)
     order, read = nodes.order, [gather for gather in gathers(nodes) if gather.readers]
     for gather in read:
         # the sent shard must not change before the wait
         sent = nodes.first_write([arguments(gather.start)["x"]], order[gather.start])
         places |= dict.fromkeys([gather.wait, *gather.views], (min(order[gather.readers[0]], sent), _WAIT))
     moved = [gather for gather in read if not gather.fixed]
-    for gather, early in zip(moved, _early(moved, order, in_flight, ahead), strict=True):
+    for turn, (gather, early) in enumerate(zip(moved, _early(moved, order, in_flight, ahead), strict=True), 1):
         shard, traced_at = arguments(gather.start)["x"], order[gather.start]  # shard: (n / W,)
         # The shard must have its traced value: start between the writes before and after the traced start.
         ready = max((nodes.last_write([shard], traced_at), _AFTER), places.get(shard, (order[shard], _ITSELF)))
         changed = (nodes.first_write([shard], traced_at), _FIRST_START)
-        start = max(min(early, changed), ready)
+        start = max(min(max(early, last), changed), ready)
+        last = max(last, start)
         places |= dict.fromkeys([gather.start, gather.ticket], start)
-    _arrange(graph, places)
+        turns |= dict.fromkeys([gather.start, gather.ticket], turn)
+    _arrange(graph, places, turns)
     if in_flight:
         _delay(graph, in_flight)
+
+
+def _heads(moved: Sequence[GatherNodes], order: Mapping[fx.Node, int]) -> list[int]:
+    """Return the latest start of each gather: before its first reader, and in the order of `moved`."""
+    return [*accumulate((order[gather.readers[0]] for gather in reversed(moved)), min)][::-1]
 
 
 def _early(moved: Sequence[GatherNodes], order: Mapping[fx.Node, int], in_flight: int, ahead: int) -> Iterator[_Place]:
@@ -260,7 +269,7 @@ def _early(moved: Sequence[GatherNodes], order: Mapping[fx.Node, int], in_flight
 
     With `in_flight`, the place may be earlier if gathers from there to this gather have at most `in_flight` bytes.
     """
-    heads = [order[gather.readers[0]] for gather in moved]
+    heads = _heads(moved, order)
     ends = list(accumulate((gather.nbytes for gather in moved), initial=0))  # ends[i]: bytes of gathers before i
     units = list(accumulate(a.unit != b.unit for a, b in pairwise([*moved[:1], *moved])))  # numbers of units, by gather
     for gather, head, unit in zip(moved, heads, units, strict=True):
@@ -311,7 +320,7 @@ def regather(graph: fx.Graph, units: Iterable[str], lasting: Collection[str] = E
     """
     wanted, nodes = set(units), index(graph)
     order, all_gathers = nodes.order, [gather for gather in gathers(nodes) if not gather.fixed]
-    heads = sorted({order[gather.readers[0]] for gather in all_gathers})
+    heads = _heads(all_gathers, order)
     for gather in (g for g in all_gathers if g.unit in wanted):
         chain = sorted([gather.start, gather.ticket, gather.wait, *gather.views], key=order.__getitem__)
         sent = [arguments(gather.start)["x"]]
