@@ -11,9 +11,9 @@ Note [One root]
     lack a part. A loss inside another loss has its own root: for the inner loss the outer parameters are constants.
 
 Note [Expanded leaves]
-    `leaf.expand(n, ...)` is a view. Later operators, such as a matrix product, copy it if n > 1, but not if n is 0 or 1.
-    So ranks with different numbers of rows would save views of different units. An eager step then keeps all units. A
-    graph has no such choice: each rank's graph is traced alone. So in a graph an expanded leaf is a copy on all ranks.
+    `leaf.expand(n, ...)` is a view. Later operators, such as a matrix product, copy the view if n > 1, but not if n is
+    0 or 1. So ranks with different numbers of rows would save views of different units. An eager step then keeps all
+    units. Graphs cannot: each rank traces its graph alone. So in a graph an expanded leaf is a copy on all ranks.
 """
 
 from __future__ import annotations

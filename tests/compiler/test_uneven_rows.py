@@ -100,7 +100,9 @@ def test_what_an_expand_cannot_repeat_is_not_copied() -> None:
     def copies(mesh: Any) -> list[str]:
         params = {"experts": rand(3, 4, 5, seed=1), "other": rand(2, seed=2)}
         state = fshard.init_state(fshard.shard_params(params, fshard.make_plan(params, mesh)), optim.sgd(0.1))
-        lowered = fshard.jit(fshard.train_step(of_experts, optim.sgd(0.1)), backend="eager").lower(state, rand(2, 4, seed=3))
+        lowered = fshard.jit(fshard.train_step(of_experts, optim.sgd(0.1)), backend="eager").lower(
+            state, rand(2, 4, seed=3)
+        )
         return [line for line in lowered.as_text().splitlines() if "clone" in line]
 
     assert simulated(copies) == [[], []]
