@@ -60,7 +60,6 @@ class GatherNodes:
 
     @property
     def read_at(self) -> fx.Node:
-        """The node where the program reads the result."""
         return self.wait if arguments(self.start)["lent"] or not self.readers else self.readers[0]
 
 
@@ -182,11 +181,8 @@ def index(graph: fx.Graph) -> NodeIndex:
 
 
 def gathers(nodes: NodeIndex) -> list[GatherNodes]:
-    """Return the all-gathers in the order of their reads; unread ones come first.
-
-    A loss's gathers (`lent`) wait where the program reads a unit, in one order on all ranks. Their first readers may
-    differ between ranks: a copy of several rows is a view of one row. Others are in the order of their first readers.
-    """
+    """Return the all-gathers in the order of first readers; a loss's (`lent`) in the order of its reads."""
+    # first readers differ between ranks of one row and of several
     order, result = nodes.order, []
     for start in (node for node in order if is_call(node, "fshard.all_gather")):
         same = [node for node in nodes.returned[next(storages_of(start))] if node is not start]

@@ -223,9 +223,7 @@ _Place = tuple[int, int]  # number of a node, side
 _FIRST_START, _WAIT, _START, _ITSELF, _AFTER = range(-3, 2)
 
 
-def _arrange(graph: fx.Graph, places: Mapping[fx.Node, _Place], turns: Mapping[fx.Node, int] | None = None) -> None:
-    """Move nodes to their places. At one place, `turns` decides, then the order so far."""
-    turns = turns or {}
+def _arrange(graph: fx.Graph, places: Mapping[fx.Node, _Place], turns: Mapping[fx.Node, int]) -> None:
     keys = {node: (*places.get(node, (i, _ITSELF)), turns.get(node, 0), i) for i, node in enumerate(graph.nodes)}
     output = graph.output_node()
     for node in sorted(keys, key=keys.__getitem__):
@@ -260,7 +258,7 @@ def sink(graph: fx.Graph, in_flight: int = 0, ahead: int = 1) -> None:
 
 
 def _heads(moved: Sequence[GatherNodes], order: Mapping[fx.Node, int]) -> list[int]:
-    """Return the latest start of each gather: before its first reader, and in the order of `moved`."""
+    # no later than gathers after it
     return [*accumulate((order[gather.readers[0]] for gather in reversed(moved)), min)][::-1]
 
 
@@ -303,7 +301,7 @@ def _delay(graph: fx.Graph, in_flight: int) -> None:
         sent: list[fx.Node] = arguments(wait)["sent"]
         needed = min(nodes.first_reader(wait), nodes.first_write(sent, order[wait]))
         places[wait] = max((order[wait], _ITSELF), min(latest, (needed, _WAIT)))
-    _arrange(graph, places)
+    _arrange(graph, places, {})
 
 
 def _has_second_stage(start: fx.Node) -> bool:
