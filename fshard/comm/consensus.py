@@ -32,8 +32,8 @@ _QUOTED = 200  # characters
 # under 255 bytes: CUDA's assertions take no more
 _UNEQUAL = (
     "ranks have states of different steps or seeds: restore the same; or losses of other classes or dtypes: return the "
-    "same; or read different units: read the same, with an empty batch, or params_over=(); or, if some use a unit, "
-    "regather=False"
+    "same; or read different units: read the same, with an empty batch, or params_over=(); or, if some use or copy a "
+    "unit, regather=False"
 )
 
 

@@ -433,6 +433,12 @@ def _explained(failure: Exception, fn: Callable[..., Tree]) -> TraceError:
             f"jit: the function asks for the value of a tensor (if, while, int, float, .item(), .tolist(), print) at "
             f"{where}, which a graph does not know: use torch.where or fshard.select, or do it outside"
         )
+    if type(failure).__name__ == "DynamicOutputShapeException":
+        return TraceError(
+            f"jit: the shape of {text.removesuffix('.default')}'s result at {where} depends on the values of a tensor "
+            "(x[mask], nonzero, masked_select, unique): keep all rows, as in torch.where(mask, loss, 0).sum() with "
+            "mask.sum() as count of fshard.Mean, or select rows before the call"
+        )
     if "hasPrimaryContext" in text:  # autograd's engine asks for the stream of an absent GPU
         return TraceError(
             "jit: torch's backward asks for the stream of a GPU, and this machine has none: lower the function on one "

@@ -9,6 +9,11 @@ Note [One root]
     All anchors take one constant as input, the root, and a backward differentiates with respect to the root. So the
     backward also reaches leaves from an earlier call, and their closed tape raises; else the gradient would silently
     lack a part. A loss inside another loss has its own root: for the inner loss the outer parameters are constants.
+
+Note [Expanded leaves]
+    `leaf.expand(n, ...)` is a view. Later operators, such as a matrix product, copy the view if n > 1, but not if n is
+    0 or 1. So ranks with different numbers of rows would save views of different units. An eager step then keeps all
+    units. Graphs cannot: each rank traces its graph alone. So in a graph an expanded leaf is a copy on all ranks.
 """
 
 from __future__ import annotations
@@ -21,9 +26,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core.storage import address, address_range
-from ..core.tracing import Ctx, assigned, unhooked
+from ..core.tracing import Args, Ctx, Kwargs, Operator, assigned, unhooked
 
 OnGrads = Callable[[Any, Sequence[Tensor | None]], None]  # takes a `TapeUnit` and its gradients
 
@@ -161,6 +167,21 @@ def saved_by(tapes: Sequence[Saves], x: Tensor) -> object:
     place = next((saved for tape in others if isinstance(saved := tape.pack(x), SavedView)), None)
     # last: in `hvp` this tape's `pack` also asks the tape of tangents
     return last.pack(x) if place is None else place
+
+
+class CopiedExpands(TorchDispatchMode):
+    """Copy a tensor before `expand` if `is_leaf(tensor)` and an expand may repeat it (Note [Expanded leaves])."""
+
+    def __init__(self, is_leaf: Callable[[Tensor], bool]):
+        super().__init__()
+        self._is_leaf = is_leaf
+
+    def __torch_dispatch__(self, func: Operator, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
+        if func is torch.ops.aten.expand.default:
+            x, size, *rest = args
+            if (len(size) > x.dim() or 1 in x.shape) and self._is_leaf(x):
+                args = (x.clone(), size, *rest)
+        return func(*args, **(kwargs or {}))
 
 
 def unpacked(tape: Saves, saved: object) -> Tensor:

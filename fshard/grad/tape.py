@@ -256,7 +256,7 @@ class Tape:
             return self.forward_once(loss)
         rewind = bookmark(device_of(self._params))
         try:
-            return self.forward_once(loss)
+            return self.forward_once(self._alike(loss) if is_tracing() else loss)
         except RuntimeError as failure:
             if not func_levels.refuses_hooks(failure):
                 raise
@@ -268,6 +268,13 @@ class Tape:
             for unit in tape._units.values():
                 unit.keep_all()
         return self.forward_once(loss)
+
+    def _alike(self, loss: Callable[[Tree], T]) -> Callable[[Tree], T]:
+        def traced(view: Tree) -> T:
+            with autograd.CopiedExpands(lambda x: any(tape._owners.place(x) is not None for tape in self.tapes)):
+                return loss(view)
+
+        return traced
 
     @property
     def _followers(self) -> list[Tape]:

@@ -58,6 +58,10 @@ class GatherNodes:
     def nbytes(self) -> int:
         return values(self.start)[0].nbytes
 
+    @property
+    def read_at(self) -> fx.Node:
+        return self.wait if arguments(self.start)["lent"] or not self.readers else self.readers[0]
+
 
 def is_fixed(start: fx.Node) -> bool:
     """Return True if a collective has no label, so no pass moves it (Note [What a pass must keep] in `passes.py`)."""
@@ -177,7 +181,8 @@ def index(graph: fx.Graph) -> NodeIndex:
 
 
 def gathers(nodes: NodeIndex) -> list[GatherNodes]:
-    """Return the all-gathers in the order of their first readers; unread ones come first."""
+    """Return the all-gathers in the order of first readers; a loss's (`lent`) in the order of its reads."""
+    # first readers differ between ranks of one row and of several
     order, result = nodes.order, []
     for start in (node for node in order if is_call(node, "fshard.all_gather")):
         same = [node for node in nodes.returned[next(storages_of(start))] if node is not start]
@@ -190,7 +195,7 @@ def gathers(nodes: NodeIndex) -> list[GatherNodes]:
         (wait,) = (user for user in waits if arguments(user)["ticket"] is ticket)
         readers = users - {start, ticket, *waits, *views}
         result.append(GatherNodes(start, ticket, wait, views, sorted(readers, key=order.__getitem__)))
-    return sorted(result, key=lambda gather: order[gather.readers[0]] if gather.readers else -1)
+    return sorted(result, key=lambda gather: order[gather.read_at])
 
 
 def read_by(node: fx.Node) -> list[fx.Node]:

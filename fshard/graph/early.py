@@ -35,7 +35,7 @@ def early_updates(graph: fx.Graph) -> None:
         for x in before[node]:
             if number[x] > last and place < places.get(x, (number[x], ITSELF))[0]:
                 places[x] = (place, AFTER)
-    arrange(graph, places)
+    arrange(graph, places, {})
 
 
 def writes_parts(graph: fx.Graph) -> bool:

@@ -223,8 +223,8 @@ _Place = tuple[int, int]  # number of a node, side
 _FIRST_START, _WAIT, _START, ITSELF, AFTER = range(-3, 2)
 
 
-def arrange(graph: fx.Graph, places: Mapping[fx.Node, _Place]) -> None:
-    keys = {node: (*places.get(node, (i, ITSELF)), i) for i, node in enumerate(graph.nodes)}
+def arrange(graph: fx.Graph, places: Mapping[fx.Node, _Place], turns: Mapping[fx.Node, int]) -> None:
+    keys = {node: (*places.get(node, (i, ITSELF)), turns.get(node, 0), i) for i, node in enumerate(graph.nodes)}
     output = graph.output_node()
     for node in sorted(keys, key=keys.__getitem__):
         if node.op not in ("placeholder", "output"):
@@ -236,23 +236,30 @@ def sink(graph: fx.Graph, in_flight: int = 0, ahead: int = 1) -> None:
 
     With `in_flight`, gathers start earlier and reductions end later, each with up to `in_flight` bytes under way.
     """
-    nodes, places = index(graph), dict[fx.Node, _Place]()
+    nodes, places, turns, last = index(graph), dict[fx.Node, _Place](), dict[fx.Node, int](), (-1, ITSELF)
     order, read = nodes.order, [gather for gather in gathers(nodes) if gather.readers]
     for gather in read:
         # the sent shard must not change before the wait
         sent = nodes.first_write([arguments(gather.start)["x"]], order[gather.start])
         places |= dict.fromkeys([gather.wait, *gather.views], (min(order[gather.readers[0]], sent), _WAIT))
     moved = [gather for gather in read if not gather.fixed]
-    for gather, early in zip(moved, _early(moved, order, in_flight, ahead), strict=True):
+    for turn, (gather, early) in enumerate(zip(moved, _early(moved, order, in_flight, ahead), strict=True), 1):
         shard, traced_at = arguments(gather.start)["x"], order[gather.start]  # shard: (n / W,)
         # The shard must have its traced value: start between the writes before and after the traced start.
         ready = max((nodes.last_write([shard], traced_at), AFTER), places.get(shard, (order[shard], ITSELF)))
         changed = (nodes.first_write([shard], traced_at), _FIRST_START)
-        start = max(min(early, changed), ready)
+        start = max(min(max(early, last), changed), ready)
+        last = max(last, start)
         places |= dict.fromkeys([gather.start, gather.ticket], start)
-    arrange(graph, places)
+        turns |= dict.fromkeys([gather.start, gather.ticket], turn)
+    arrange(graph, places, turns)
     if in_flight:
         _delay(graph, in_flight)
+
+
+def _heads(moved: Sequence[GatherNodes], order: Mapping[fx.Node, int]) -> list[int]:
+    # no later than gathers after it
+    return [*accumulate((order[gather.readers[0]] for gather in reversed(moved)), min)][::-1]
 
 
 def _early(moved: Sequence[GatherNodes], order: Mapping[fx.Node, int], in_flight: int, ahead: int) -> Iterator[_Place]:
@@ -260,7 +267,7 @@ def _early(moved: Sequence[GatherNodes], order: Mapping[fx.Node, int], in_flight
 
     With `in_flight`, the place may be earlier if gathers from there to this gather have at most `in_flight` bytes.
     """
-    heads = [order[gather.readers[0]] for gather in moved]
+    heads = _heads(moved, order)
     ends = list(accumulate((gather.nbytes for gather in moved), initial=0))  # ends[i]: bytes of gathers before i
     units = list(accumulate(a.unit != b.unit for a, b in pairwise([*moved[:1], *moved])))  # numbers of units, by gather
     for gather, head, unit in zip(moved, heads, units, strict=True):
@@ -294,7 +301,7 @@ def _delay(graph: fx.Graph, in_flight: int) -> None:
         sent: list[fx.Node] = arguments(wait)["sent"]
         needed = min(nodes.first_reader(wait), nodes.first_write(sent, order[wait]))
         places[wait] = max((order[wait], ITSELF), min(latest, (needed, _WAIT)))
-    arrange(graph, places)
+    arrange(graph, places, {})
 
 
 def _has_second_stage(start: fx.Node) -> bool:
@@ -311,7 +318,7 @@ def regather(graph: fx.Graph, units: Iterable[str], lasting: Collection[str] = E
     """
     wanted, nodes = set(units), index(graph)
     order, all_gathers = nodes.order, [gather for gather in gathers(nodes) if not gather.fixed]
-    heads = sorted({order[gather.readers[0]] for gather in all_gathers})
+    heads = _heads(all_gathers, order)
     for gather in (g for g in all_gathers if g.unit in wanted):
         chain = sorted([gather.start, gather.ticket, gather.wait, *gather.views], key=order.__getitem__)
         sent = [arguments(gather.start)["x"]]

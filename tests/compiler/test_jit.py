@@ -296,7 +296,7 @@ def where(fn: Callable[..., Any], line: int) -> str:
 REFUSED = [
     (branches, r"asks for the value of a tensor .* at " + where(branches, 2) + ".*torch.where or fshard.select"),
     (reads, r"asks for the value of a tensor .* at " + where(reads, 2)),
-    (counts, where(counts, 2)),
+    (counts, r"the shape of aten.nonzero's result at " + where(counts, 2) + ".*: keep all rows, as in torch.where"),
     (
         uses_outside,
         r"a tensor that is not among its arguments \('OUTSIDE' of uses_outside\) at " + where(uses_outside, 2),
