@@ -32,6 +32,7 @@ from ..core.lazy import Branch
 from ..core.storage import writes
 from ..core.tracing import assigned
 from ..core.tree import Tree
+from ..parallel.along import Alongs
 from ..sharding.access import placed
 from .leaves import Leaves
 
@@ -45,6 +46,7 @@ class ModuleCall:
     def __init__(self, params: Leaves, buffers: Sequence[Tensor]):
         self.params = params
         self.buffers = buffers
+        self.along: Alongs = {}
         self.put: dict[tuple[int, str], tuple[Any, Tensor]] = {}  # assigned (member, tensor) by (id of `Slots`, name)
         self._copies: dict[object, Tensor] = {}  # copies of buffers, made when first read
         self._after: dict[object, Tensor] = {}  # buffers assigned in the forward, set when it ends

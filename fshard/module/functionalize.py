@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..comm.mesh import AnyMesh
 from ..core import tree
 from ..core.arguments import check_flags, expect, wrong
 from ..core.losses import running
@@ -186,6 +187,24 @@ class ModuleFunction:
         which, made = cast if isinstance(cast, list | tuple) else [cast], policy_for(self._skeleton, policy)
         return replace(made, cast_at=(*made.cast_at, *self.units(*which)))
 
+    def split(self, mesh: AnyMesh, axis: str = "tensor", experts: str | None = None) -> dict[str, tuple[str, int, int]]:
+        """Return the leaves that styles of `functionalize(parallel=)` split over an axis, for `make_plan(split=)`.
+
+        A dict of paths to (axis, dim, blocks), empty on one rank. `experts`: another axis for whole experts (styles
+        `grouped_gemm` and `ep_dispatch_experts`). Attentions are split by whole heads: heads of keys that do not divide
+        by the ranks stay whole, and if query heads do not divide, the attention stays whole. ValueError if the mesh
+        lacks an axis.
+
+        >>> import torch, fshard
+        >>> from fshard.testing import AbstractMesh
+        >>> module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+        >>> apply, *_ = fshard.module.functionalize(module, parallel={"0": "colwise", "2": "rowwise"})
+        >>> apply.split(AbstractMesh(shard=2, tensor=2))
+        {'0.weight': ('tensor', 0, 1), '0.bias': ('tensor', 0, 1), '2.weight': ('tensor', 1, 1)}
+        """
+        parallel = self._copies.parallel
+        return {} if parallel is None else parallel.split(mesh, axis, experts)
+
     @property
     def frozen(self) -> list[str]:
         """The paths of the parameters that require no gradient, for `make_plan(frozen=)`."""
@@ -194,7 +213,7 @@ class ModuleFunction:
 
 
 def functionalize(
-    module: nn.Module, sync_batch_norm: bool = False
+    module: nn.Module, sync_batch_norm: bool = False, parallel: Mapping[str, str] | None = None
 ) -> tuple[ModuleFunction, dict[str, Any], dict[str, Any]]:
     """`(apply, params, buffers)`: a module as a function, and its parameters and buffers as nested dicts.
 
@@ -224,6 +243,6 @@ def functionalize(
             raise ValueError(f"functionalize: {path!r} has no shape yet: run the module once")
     check_parameters(params)
     calls = Calls(type(module).__name__, ties(buffers))
-    copies = Copies(module, stands_for(params, buffers, calls), params, calls, sync_batch_norm)
+    copies = Copies(module, stands_for(params, buffers, calls), params, calls, sync_batch_norm, parallel)
     trees = nested(params), nested(buffers)
     return ModuleFunction(copies, True, calls, *(tree.flatten(x)[1] for x in trees)), *trees
