@@ -101,7 +101,7 @@ class Copies:
             if isinstance(part, BATCH_NORMS) and is_tracing():
                 average(part)
         if self.parallel is not None:
-            self.parallel.install(made, lambda: self._calls.current().along)
+            self.parallel.install(made, self._calls.current)
         for path, dtype, around in casts:
             cast_around(made.get_submodule(path), dtype, around)
         for part in made.modules():

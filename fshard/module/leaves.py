@@ -176,14 +176,15 @@ class Leaves:
 
     def homes(self) -> list[tuple[Plan, Slot] | None]:
         """Return plan and slot of each leaf; None for a tensor of no plan."""
-        found = [self._home(x) for x in self._given]
-        lost = [i for i, x in enumerate(self._sources) if found[i] is None and isinstance(x, Tensor) and not x.numel()]
-        if lost and self._plan is not None and (at := self._place_read()):  # empty leaves of freed units
-            slot_of = {path: self._plan.slots[n] for path, n in zip(self._plan.paths, self._plan.leaves, strict=True)}
-            names = tree.leaf_paths(self._spec)
-            for i in lost:
-                found[i] = (self._plan, slot_of[at + names[i]]) if at + names[i] in slot_of else None
-        return found
+        homes, plan = [self._home(x) for x in self._given], self._plan
+        pairs = enumerate(zip(homes, self._sources, strict=True))
+        lost = [i for i, (home, x) in pairs if home is None and isinstance(x, Tensor) and not x.numel()]
+        at = self._place_read() if lost else ""  # empty leaves lie nowhere
+        if lost and plan is not None and (at or len(homes) == plan.spec.num_leaves):
+            slot_of = {path: plan.slots[n] for path, n in zip(plan.paths, plan.leaves, strict=True)}
+            for i, name in ((i, at + tree.leaf_paths(self._spec)[i]) for i in lost):
+                homes[i] = (plan, slot_of[name]) if name in slot_of else None
+        return homes
 
     def _home(self, x: At | Tensor) -> tuple[Plan, Slot] | None:
         if isinstance(x, At):

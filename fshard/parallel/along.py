@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import nn
 
@@ -41,6 +41,13 @@ class Along(NamedTuple):
 
 # the split submodules of a call, by path
 Alongs = Mapping[str, Along]
+
+
+class Call(Protocol):
+    """A call of the module; `returned`: True if a part of its forward runs again, for a checkpoint."""
+
+    along: Alongs
+    returned: bool
 
 
 @contextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,63 +14,66 @@ from torch import Tensor, nn
 from ..comm.primitives import along as ranks_along
 from ..core.random import forked
 from .along import Along, assigned
+from .forwards import put
 from .heads import Attention
 
 # torch's errors of unlike shapes, and Python's of unlike lengths
 _SHAPES = re.compile("is invalid for input|must match|cannot be multiplied|expanded size|split_with_sizes|to unpack")
+Parts = Sequence[nn.Module]
+Where = Callable[[], Along | None]  # the ranks of a submodule in the current call; None if it is whole
 
 
 class Between:
-    """A submodule with column and row projections: random numbers between them differ along the axis.
+    """A submodule with column and row projections, each rank with other random numbers between them.
 
-    Random numbers differ from the output of the first column to the input of a row, and are equal after it. In a call
-    without parts, `along` returns None, and nothing changes.
+    Random numbers differ from the output of the first column to the input of a row, and are equal after it.
     """
 
-    def __init__(self, part: nn.Module, path: str, along: Callable[[], Along | None]):
-        self._part, self._path, self._along = part, path, along
-        self._draws: ExitStack | None = None  # None outside of the submodule's forward
-        self._is_forked = False
-
-    def wrap(self, columns: list[nn.Module], rows: list[nn.Module]) -> None:
-        """Wrap the forwards of the submodule and of its projections."""
-        _put(self._part, self._around)
+    def __init__(
+        self, part: nn.Module, path: str, where: Where, again: Callable[[], bool], columns: Parts, rows: Parts
+    ):
+        self._part, self._name, self._where, self._again = part, path or type(part).__name__, where, again
+        self._runs = False  # True in the submodule's forward
+        self._first: nn.Module | None = None  # the column that the last forward called first
+        self._draws: AbstractContextManager[None] | None = None  # the block of other random numbers
+        put(part, self._around)
         for column in columns:
-            _put(column, self._column)
+            put(column, functools.partial(self._column, column))
         for row in rows:
-            _put(row, self._row)
+            put(row, self._row)
 
-    def _around(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        along = self._along()
-        if along is None:
+    def _around(self, forward: Callable[..., Any], *args: object, **kwargs: object) -> object:
+        if (along := self._where()) is None:
             return forward(*args, **kwargs)
-        with ExitStack() as self._draws, _explained(self._path, along):
-            try:
+        self._runs = self._part.training and along.ranks > 1
+        try:
+            with _explained(self._name, along):
                 return forward(*args, **kwargs)
-            finally:
-                self._end()
-                self._draws = None
+        finally:
+            self._end()
+            self._runs = False
 
-    def _end(self) -> None:
-        if self._draws is not None:
-            self._draws.close()
-        self._is_forked = False
-
-    def _column(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _column(self, column: nn.Module, forward: Callable[..., Any], *args: object, **kwargs: object) -> object:
         out = forward(*args, **kwargs)
-        if self._draws is not None and not self._is_forked and self._part.training and (along := self._along()):
-            ranks = ranks_along(along.mesh, along.axis)
-            self._draws.enter_context(forked(ranks.rank, ranks.device) if ranks.size > 1 else nullcontext())
-            self._is_forked = True
+        # a checkpoint of a part of the forward runs again outside of it, and may end before a row
+        begins = self._draws is None if self._runs else self._first is column and self._again()
+        if begins and (along := self._where()):
+            self._first, self._draws = column, forked(along.rank, ranks_along(along.mesh, along.axis).device)
+            self._draws.__enter__()
         return out
 
-    def _row(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _row(self, forward: Callable[..., Any], *args: object, **kwargs: object) -> object:
         self._end()
         return forward(*args, **kwargs)
 
+    def _end(self) -> None:
+        draws, self._draws = self._draws, None
+        if draws is not None:
+            draws.__exit__(None, None, None)
+
 
 @contextmanager
-def _explained(path: str, along: Along) -> Iterator[None]:
+def _explained(name: str, along: Along) -> Iterator[None]:
     """Raise torch's errors of shapes again, with a remedy."""
     try:
         yield
@@ -78,30 +81,24 @@ def _explained(path: str, along: Along) -> Iterator[None]:
         if type(error) not in (RuntimeError, ValueError) or error.__cause__ or not _SHAPES.search(str(error)):
             raise
         raise RuntimeError(
-            f"{path}: {error}. Its projections are split over {along.axis!r}: its forward must take numbers of heads "
+            f"{name}: {error}. Its projections are split over {along.axis!r}: its forward must take numbers of heads "
             "and features from shapes, as view(batch, length, -1, head_dim) does. Else leave its submodules out of "
             "parallel="
         ) from error
 
 
-def _put(part: nn.Module, around: Callable[..., Any]) -> None:
-    forward = part.forward
-    vars(part)["forward"] = functools.wraps(forward)(functools.partial(around, forward))
-
-
-def share_heads(copied: nn.Module, attention: Attention, along: Callable[..., Callable[[], Along | None]]) -> None:
+def share_heads(copied: nn.Module, attention: Attention, where: Callable[[str], Where]) -> None:
     """Let an attention whose keys are whole, and whose queries are split, take a head of keys for each query head."""
-    part, query, split = copied.get_submodule(attention.path), along(attention.query), list(map(along, attention.few))
+    part, query, keys = copied.get_submodule(attention.path), where(attention.query), [*map(where, attention.few)]
 
     def taking() -> Along | None:
-        return None if all(each() for each in split) else query()
+        return None if all(ranks() for ranks in keys) else query()
 
-    def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        repeats = attention.repeats and taking()
-        with assigned(part, num_key_value_groups=1) if repeats else nullcontext():
+    def around(forward: Callable[..., Any], *args: object, **kwargs: object) -> object:
+        with assigned(part, num_key_value_groups=1) if attention.repeats and taking() else nullcontext():
             return forward(*args, **kwargs)
 
-    def keys(heads: int, forward: Callable[..., Any], x: Tensor) -> Tensor:
+    def taken(heads: int, forward: Callable[..., Tensor], x: Tensor) -> Tensor:
         out, ranks = forward(x), taking()
         if ranks is None:
             return out
@@ -109,6 +106,6 @@ def share_heads(copied: nn.Module, attention: Attention, along: Callable[..., Ca
         which = torch.arange(begin, end, device=out.device) // (attention.queries // heads)
         return out.unflatten(-1, (heads, -1))[..., which, :].flatten(-2)
 
-    _put(part, around)
+    put(part, around)
     for path in attention.few:
-        _put(copied.get_submodule(path), functools.partial(keys, attention.heads[path]))
+        put(copied.get_submodule(path), functools.partial(taken, attention.heads[path]))

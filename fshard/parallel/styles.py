@@ -66,19 +66,19 @@ def chosen(module: nn.Module, params: Mapping[str, Tensor], given: Mapping[str, 
     if not isinstance(given, Mapping):
         raise TypeError(f"functionalize: {wrong('parallel', given, 'a mapping of patterns to styles')}")
     parts = {path: part for path, part in module.named_modules(remove_duplicate=False) if path}
-    paths, found = {**parts, **params}, dict[str, str]()
+    paths, styles = {**parts, **params}, dict[str, str]()
     for pattern, name in given.items():
         if name not in STYLES:
             raise ValueError(f"parallel[{pattern!r}]: expected one of {', '.join(STYLES)}, got {name!r}")
-        found |= dict.fromkeys((path for path in paths if matches(path.split("."), pattern, paths)), name)
-    if given and not found:
+        styles |= dict.fromkeys((path for path in paths if matches(path.split("."), pattern, paths)), name)
+    if given and not styles:
         raise ValueError(f"parallel: no path of {type(module).__name__} fits {', '.join(map(repr, given))}")
-    for path in [path for path in found if path in parts]:
-        found |= _around_adapters(path, parts[path], found[path])
-    for path, name in found.items():
+    for path in [path for path in styles if path in parts]:
+        styles |= _around_adapters(path, parts[path], styles[path])
+    for path, name in styles.items():
         if path in parts:
             _check_kind(path, parts[path], name)
-    return found | dict(_of_ties(parts, params, found))
+    return styles | dict(_of_ties(parts, params, styles))
 
 
 def _around_adapters(path: str, part: nn.Module, name: str) -> dict[str, str]:
@@ -103,19 +103,19 @@ def _check_kind(path: str, part: nn.Module, name: str) -> None:
         )
 
 
-def style_of(found: Mapping[str, str], path: str) -> Style:
+def style_of(styles: Mapping[str, str], path: str) -> Style:
     """Return the style of a parameter: its own, or its submodule's."""
-    return STYLES[found.get(path) or found.get(parent(path)) or "replicate"]
+    return STYLES[styles.get(path) or styles.get(parent(path)) or "replicate"]
 
 
 def _of_ties(
-    parts: Mapping[str, nn.Module], params: Mapping[str, Tensor], found: Mapping[str, str]
+    parts: Mapping[str, nn.Module], params: Mapping[str, Tensor], styles: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
     """Yield styles of submodules whose matrix is tied to a split one: it is looked up, or gives features, by parts."""
-    split = {id(x): path for path, x in params.items() if style_of(found, path).split(tuple(x.shape))}
+    split = {id(x): path for path, x in params.items() if style_of(styles, path).split(tuple(x.shape))}
     for path, x in params.items():
-        if id(x) in split and not style_of(found, path).split(tuple(x.shape)):
-            if style_of(found, split[id(x)]).dim != -2:
+        if id(x) in split and not style_of(styles, path).split(tuple(x.shape)):
+            if style_of(styles, split[id(x)]).dim != -2:
                 raise ValueError(f"parallel: {path!r} is tied to {split[id(x)]!r}, which is split along its inputs")
             is_table = isinstance(parts[parent(path)], nn.Embedding)
             yield parent(path), "embedding_rowwise" if is_table else "colwise_gather_output"

@@ -87,8 +87,8 @@ def test_splits_of_every_style() -> None:
 
     shapes = ((6,), (6, 4), (8, 6, 4))
     assert {name: [style.split(x) for x in shapes] for name, style in STYLES.items() if style.dim is not None} == {
-        **dict.fromkeys(("colwise", "colwise_gather_output", "colwise_rep"), [(0, 1), (0, 1), (1, 1)]),
-        **dict.fromkeys(("rowwise", "rowwise_split_input", "rowwise_rep"), [None, (1, 1), (2, 1)]),
+        **{name: [(0, 1), (0, 1), (1, 1)] for name in ("colwise", "colwise_gather_output", "colwise_rep")},
+        **{name: [None, (1, 1), (2, 1)] for name in ("rowwise", "rowwise_split_input", "rowwise_rep")},
         "packed_colwise": [(0, 2), (0, 2), (1, 2)],
         "packed_rowwise": [None, (1, 2), (2, 2)],
         "embedding_rowwise": [(0, 1), (0, 1), (1, 1)],
