@@ -188,18 +188,15 @@ class ModuleFunction:
         return replace(made, cast_at=(*made.cast_at, *self.units(*which)))
 
     def split(self, mesh: AnyMesh, axis: str = "tensor", experts: str | None = None) -> dict[str, tuple[str, int, int]]:
-        """Return the leaves that styles of `functionalize(parallel=)` split over an axis, for `make_plan(split=)`.
+        """Return (axis, dim, blocks) of each leaf that styles split (`functionalize(parallel=)`), for `make_plan(split=)`.
 
-        A dict of paths to (axis, dim, blocks), empty on one rank. `experts`: another axis for whole experts (styles
-        `grouped_gemm` and `ep_dispatch_experts`). Attentions are split by whole heads: heads of keys that do not divide
-        by the ranks stay whole, and if query heads do not divide, the attention stays whole. ValueError if the mesh
-        lacks an axis.
+        `experts`: another axis for whole experts (`grouped_gemm`). Attentions are split by whole heads: heads of keys
+        that do not divide stay whole; if query heads do not, all. ValueError if the mesh lacks an axis.
 
         >>> import torch, fshard
-        >>> from fshard.testing import AbstractMesh
         >>> module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
         >>> apply, *_ = fshard.module.functionalize(module, parallel={"0": "colwise", "2": "rowwise"})
-        >>> apply.split(AbstractMesh(shard=2, tensor=2))
+        >>> apply.split(fshard.AbstractMesh(shard=2, tensor=2))
         {'0.weight': ('tensor', 0, 1), '0.bias': ('tensor', 0, 1), '2.weight': ('tensor', 1, 1)}
         """
         parallel = self._copies.parallel
@@ -224,7 +221,11 @@ def functionalize(
     With `sync_batch_norm`, batch norms take mean and variance over all ranks of the parameters' mesh;
     torch.nn.SyncBatchNorm always does so.
 
-    TypeError if `module` is not a module, or cannot be copied; ValueError for lazy modules that never ran.
+    `parallel` maps patterns of submodules or parameters to styles, as transformers' `model.tp_plan`; the last pattern
+    counts. A style acts in calls with a plan that splits leaves of its submodule (`apply.split`).
+
+    TypeError if `module` is not a module, or cannot be copied, or is of another kind than its style; ValueError for
+    lazy modules that never ran, unknown styles, and parts without a style.
 
     >>> import torch, fshard
     >>> apply, params, buffers = fshard.module.functionalize(torch.nn.Linear(2, 1))

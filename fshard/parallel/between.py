@@ -1,4 +1,4 @@
-"""The code between column and row projections, which computes with this rank's part of the activations."""
+"""The code between column and row projections: it computes with this rank's part of the activations."""
 
 from __future__ import annotations
 

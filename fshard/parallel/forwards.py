@@ -79,12 +79,12 @@ def looked_up(at: Styled, ids: Tensor) -> Tensor:
 
 
 def once(at: Styled, x: Tensor) -> Tensor:
-    """In a sum over ranks, let an input that all ranks have count once: on other ranks it becomes zeros."""
+    """Count an equal input once in a sum over ranks: all ranks but the first take zeros."""
     return at.forward(torch.where(torch.full((), at.along.rank == 0, device=x.device), x, 0))
 
 
 def experts(at: Styled, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Experts of which each rank has some: x (n, h), index and weights (n, k) -> (n, h).
+    """Run experts split over ranks: x (n, h), index and weights (n, k) -> (n, h).
 
     The forward of the experts gets a row for each pair of a token and an expert of this rank. If tokens differ along
     the axis, pairs travel to the ranks of their experts and back.
@@ -102,7 +102,7 @@ def experts(at: Styled, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
 
 
 def _sent(at: Styled, x: Tensor, counts: Tensor) -> Tensor:
-    """Send rows in the order of their experts, of which `counts` says the numbers, to them and back: (m, h)."""
+    """Send rows to their experts and back: x (m, h) in the order of experts, `counts` rows for each -> (m, h)."""
     mesh, axis, _, ranks, *_ = at.along
     taken = all_to_all(counts, mesh, axis, f"{at.path} counts")
     given, got = (numbers.view(ranks, -1).sum(1).tolist() for numbers in (counts, taken))

@@ -2,9 +2,9 @@
 
 Note [Heads]
     A submodule with `head_dim` (or another name of `_SIZES`), column projections and a row projection is an attention.
-    If its heads of keys do not divide by the ranks, their projections stay whole, and each rank takes, for each of its
-    query heads, the head of keys that it needs. If query heads do not divide, the attention stays whole. Code between
-    the projections must take numbers of heads from shapes.
+    If heads of keys do not divide by the ranks, their projections stay whole, and each rank takes one head of keys for
+    each of its query heads. If query heads do not divide, the attention stays whole. Code between the projections must
+    take numbers of heads from shapes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Attention(NamedTuple):
         return [path for path, number in self.heads.items() if number < self.queries]
 
     def whole(self, ranks: int) -> list[str]:
-        """Return the paths of the submodules that stay whole on so many ranks."""
+        """Return the paths of the submodules to leave whole on so many ranks."""
         divides = all(self.heads[path] % ranks == 0 for path in self.few)
         if self.queries % ranks or not all(self.heads.values()) or not (divides or self.repeats):
             return [self.path]

@@ -52,7 +52,7 @@ class Parallel:
         return {path: (over[path], *self._splits[path]) for path in parts}
 
     def along(self, homes: Sequence[tuple[Plan, Slot] | None], shape: Callable[[int], tuple[int, ...]]) -> Alongs:
-        """Return where the submodules of a call are split. ValueError for parts that no style knows.
+        """Return the ranks of a call's split submodules. ValueError for parts without a style.
 
         `homes`: the plan and slot of each leaf, None for a tensor of no plan; `shape`: its shape, by number.
         """
@@ -72,7 +72,7 @@ class Parallel:
         return alongs
 
     def _check_known(self, path: str, plan: Plan, slot: Slot) -> None:
-        """ValueError if a leaf's part is not the one that its submodule's style computes with."""
+        """ValueError if a leaf's part differs from its submodule's style."""
         assert slot.split is not None
         known, axis, name = self._splits.get(path), slot.split.axis, self._styles.get(parent(path))
         if known != (slot.split.dim, slot.split.blocks):

@@ -1,10 +1,10 @@
 """Styles: along which dim the leaves of a submodule are split, and its forward.
 
 Note [Styles]
-    The names are those of transformers' plans (`model.tp_plan`, `model.ep_plan`). A submodule has its style in calls
-    whose plan splits a leaf of it, and is itself elsewhere: with whole parameters `apply` is the plain module.
-    Gradients of whole leaves are always summed over the axis, so styles for a sum in the backward alone
-    (`replicated_with_grad_allreduce`, `mla_kv_a_proj`) do nothing here.
+    Names are as in transformers' plans (`model.tp_plan`, `model.ep_plan`). A submodule has its style only in calls with
+    a plan that splits its leaves: with whole parameters `apply` is the plain module. Gradients of whole leaves are
+    always summed over the axis, so styles for a sum in the backward (`replicated_with_grad_allreduce`,
+    `mla_kv_a_proj`) do nothing here.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def parent(path: str) -> str:
 
 
 def chosen(module: nn.Module, params: Mapping[str, Tensor], given: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of styles by path of submodules and parameters. ValueError for a name that is no style."""
+    """Return the names of styles by path of submodules and parameters. ValueError for an unknown style."""
     if not isinstance(given, Mapping):
         raise TypeError(f"functionalize: {wrong('parallel', given, 'a mapping of patterns to styles')}")
     parts = {path: part for path, part in module.named_modules(remove_duplicate=False) if path}
@@ -82,7 +82,7 @@ def chosen(module: nn.Module, params: Mapping[str, Tensor], given: Mapping[str, 
 
 
 def _around_adapters(path: str, part: nn.Module, name: str) -> dict[str, str]:
-    """Of a layer with LoRA (PEFT), split the base layer, and the adapters' matrix that meets the same dim."""
+    """Return styles in a layer with LoRA (PEFT): the base layer, and the adapters' matrix with the same split dim."""
     if not hasattr(part, "base_layer"):
         return {}
     inner = "lora_B" if STYLES[name].dim == -2 else "lora_A"
@@ -91,15 +91,15 @@ def _around_adapters(path: str, part: nn.Module, name: str) -> dict[str, str]:
 
 
 def _check_kind(path: str, part: nn.Module, name: str) -> None:
-    """TypeError if a module's leaves have not the dims that its style splits."""
+    """TypeError if a module is of another kind than its style splits."""
     if STYLES[name].dim is None or not any(True for _ in part.parameters(recurse=False)):
         return
     expected = "Embedding" if "embedding" in name else "Linear"
     attribute = {"Embedding": "num_embeddings", "Linear": "out_features"}[expected]
     if not hasattr(part, attribute):
         raise TypeError(
-            f"parallel: {path!r} is {name!r}: expected a torch.nn.{expected}, got a {type(part).__name__}. A style may "
-            f"also name a parameter ({path}.weight), whose last two dims are then (out, in)"
+            f"parallel: {path!r} is {name!r}: expected a torch.nn.{expected}, got a {type(part).__name__}. A "
+            f"pattern may also name a parameter ({path}.weight) with dims (..., out, in)"
         )
 
 
@@ -111,7 +111,7 @@ def style_of(styles: Mapping[str, str], path: str) -> Style:
 def _of_ties(
     parts: Mapping[str, nn.Module], params: Mapping[str, Tensor], styles: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield styles of submodules whose matrix is tied to a split one: it is looked up, or gives features, by parts."""
+    """Yield styles for matrices tied to split ones: a look-up, or features, by parts."""
     split = {id(x): path for path, x in params.items() if style_of(styles, path).split(tuple(x.shape))}
     for path, x in params.items():
         if id(x) in split and not style_of(styles, path).split(tuple(x.shape)):
