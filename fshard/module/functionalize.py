@@ -188,7 +188,7 @@ class ModuleFunction:
         return replace(made, cast_at=(*made.cast_at, *self.units(*which)))
 
     def split(self, mesh: AnyMesh, axis: str = "tensor", experts: str | None = None) -> dict[str, tuple[str, int, int]]:
-        """Return (axis, dim, blocks) of each leaf that styles split (`functionalize(parallel=)`), for `make_plan(split=)`.
+        """Return (axis, dim, blocks) of leaves split by styles (`functionalize(parallel=)`), for `make_plan(split=)`.
 
         `experts`: another axis for whole experts (`grouped_gemm`). Attentions are split by whole heads: heads of keys
         that do not divide stay whole; if query heads do not, all. ValueError if the mesh lacks an axis.
