@@ -168,7 +168,7 @@ class Leaves:
                 yield name, [path for path, n in zip(plan.paths, plan.leaves, strict=True) if plan.slots[n] in slots]
 
     def _slots_of(self, x: Tensor) -> Iterator[tuple[Plan, Slot]]:
-        """Yield plan and slot of a leaf read before the call, by each tape that knows it."""
+        """Yield plan and slot of a leaf read before the call."""
         y = unwrapped(x)
         for tape in self._tapes if y.layout is torch.strided else ():  # sparse tensors have no storage
             if slot := tape.slot_of(y) or tape.slot_at(y):

@@ -43,7 +43,7 @@ class Along(NamedTuple):
 Alongs = Mapping[str, Along]
 
 
-class Call(Protocol):
+class CurrentCall(Protocol):
     """A call of the module; `returned`: True if a part of its forward runs again, for a checkpoint."""
 
     along: Alongs
@@ -51,7 +51,7 @@ class Call(Protocol):
 
 
 @contextmanager
-def assigned(part: nn.Module, **values: object) -> Iterator[None]:
+def with_attributes(part: nn.Module, **values: object) -> Iterator[None]:
     """Set attributes of a copy's submodule in a block."""
     before = {name: getattr(part, name) for name in values}
     vars(part).update(values)

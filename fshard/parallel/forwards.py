@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..comm.collectives import all_gather, all_reduce, all_to_all
-from .along import Along, assigned
+from .along import Along, with_attributes
 
 
 class Styled(NamedTuple):
     """A split submodule, its own forward, its ranks, and its path."""
 
     part: Any
-    forward: Callable[..., Any]
+    forward: Callable[..., Tensor]
     along: Along
     path: str
 
@@ -29,10 +29,10 @@ class Styled(NamedTuple):
         return all_reduce(x, self.along.mesh, self.along.axis, label=self.path)
 
 
-Forward = Callable[..., Any]
+Forward = Callable[..., Tensor]
 
 
-def put(part: nn.Module, around: Callable[..., Any]) -> None:
+def replace_forward(part: nn.Module, around: Callable[..., object]) -> None:
     """Replace a submodule's forward by `around(forward, *args, **kwargs)`."""
     forward = part.forward
     vars(part)["forward"] = functools.wraps(forward)(functools.partial(around, forward))
@@ -59,7 +59,7 @@ def row_of_whole(at: Styled, x: Tensor) -> Tensor:
     return row(at, x[..., begin:end])
 
 
-def gathered(at: Styled, *args: object) -> Tensor:
+def gathered_features(at: Styled, *args: object) -> Tensor:
     """Join the parts of the output's features: (..., out / W) -> (..., out)."""
     out: Tensor = at.forward(*args)
     padded = F.pad(out, (0, at.along.most - out.shape[-1]))
@@ -73,7 +73,7 @@ def looked_up(at: Styled, ids: Tensor) -> Tensor:
     if begin == end:  # no rows; a sum of none puts the table into the graph, as on other ranks
         return at.summed(table.new_zeros(*ids.shape, table.shape[1]) + table.sum())
     padding = None if at.part.padding_idx is None else at.part.padding_idx - begin
-    with assigned(at.part, padding_idx=padding if padding in range(end - begin) else None):
+    with with_attributes(at.part, padding_idx=padding if padding in range(end - begin) else None):
         rows = at.forward(torch.where(here, ids - begin, 0))
     return at.summed(rows * here[..., None])
 
@@ -92,29 +92,31 @@ def experts(at: Styled, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     pairs, k, weights = index.reshape(-1), index.shape[1], weights.reshape(-1)
     if at.along.differ:
         order = pairs.argsort(stable=True)
-        done = _sent(at, x[order // k], pairs.bincount(minlength=at.along.ranks * at.along.most))
+        done = _sent_to_experts(at, x[order // k], pairs.bincount(minlength=at.along.ranks * at.along.most))
         done = done * weights[order, None]
         return torch.zeros_like(x).index_add(0, order // k, done.to(x.dtype))
     begin, end = at.along.part
     order = ((pairs >= begin) & (pairs < end)).nonzero()[:, 0]
-    done = _run(at, x[order // k], pairs[order] - begin, weights[order])
+    done = _run_experts(at, x[order // k], pairs[order] - begin, weights[order])
     return at.summed(torch.zeros_like(x).index_add(0, order // k, done.to(x.dtype)))
 
 
-def _sent(at: Styled, x: Tensor, counts: Tensor) -> Tensor:
+def _sent_to_experts(at: Styled, x: Tensor, counts: Tensor) -> Tensor:
     """Send rows to their experts and back: x (m, h) in the order of experts, `counts` rows for each -> (m, h)."""
     mesh, axis, _, ranks, *_ = at.along
     taken = all_to_all(counts, mesh, axis, f"{at.path} counts")
     given, got = (numbers.view(ranks, -1).sum(1).tolist() for numbers in (counts, taken))
     rows = all_to_all(x, mesh, axis, at.path, sizes=(given, got))
     which = torch.arange(at.along.most, device=x.device).repeat(ranks).repeat_interleave(taken)
-    return all_to_all(_run(at, rows, which, torch.ones_like(rows[:, 0])), mesh, axis, at.path, sizes=(got, given))
+    return all_to_all(
+        _run_experts(at, rows, which, torch.ones_like(rows[:, 0])), mesh, axis, at.path, sizes=(got, given)
+    )
 
 
-def _run(at: Styled, rows: Tensor, which: Tensor, weights: Tensor) -> Tensor:
+def _run_experts(at: Styled, rows: Tensor, which: Tensor, weights: Tensor) -> Tensor:
     """Run this rank's experts, one for each row: rows (m, h), which and weights (m,) -> (m, h)."""
     if len(rows) == 0:  # sums of no rows put all leaves into the graph, as on other ranks
         return rows + sum(x.sum() for x in at.part.parameters())
     begin, end = at.along.part
-    with assigned(at.part, **{"num_experts": end - begin} if hasattr(at.part, "num_experts") else {}):
+    with with_attributes(at.part, **{"num_experts": end - begin} if hasattr(at.part, "num_experts") else {}):
         return at.forward(rows, which[:, None], weights[:, None])

@@ -54,7 +54,7 @@ def attentions(module: nn.Module, styles: Mapping[str, str]) -> Iterator[Attenti
         if not sizes or not columns or row is None or not hasattr(row, "in_features"):
             continue
         queries, groups = row.in_features // sizes[0], getattr(part, "num_key_value_groups", None)
-        heads = {at: _number(child, queries, groups, sizes) for at, child in columns.items()}
+        heads = {at: _num_heads(child, queries, groups, sizes) for at, child in columns.items()}
         if queries in heads.values():
             yield Attention(path, queries, heads, groups is not None)
 
@@ -64,7 +64,7 @@ def _style(styles: Mapping[str, str], path: str) -> str | None:
     return styles.get(f"{path}.base_layer") or styles.get(path)
 
 
-def _number(child: nn.Module, queries: int, groups: int | None, sizes: list[int]) -> int:
+def _num_heads(child: nn.Module, queries: int, groups: int | None, sizes: list[int]) -> int:
     """The number of heads in a projection: of queries, or of keys if several query heads share one; 0 if unknown."""
     features = getattr(child, "out_features", 0)
     keys = {features // size for size in sizes if features % size == 0}

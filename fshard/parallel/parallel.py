@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from ..comm.mesh import AnyMesh, axis_sizes
 from ..core.arguments import shown
 from ..plan.plan import Plan, Slot
-from .along import Along, Alongs, Call
-from .between import Between, Where, share_heads
-from .forwards import Forward, Styled, experts, put
+from .along import Along, Alongs, CurrentCall
+from .between import Between, RanksNow, share_heads
+from .forwards import Forward, Styled, experts, replace_forward
 from .heads import attentions
 from .styles import COLUMNS, ROWS, STYLES, Style, chosen, parent, style_of
 
@@ -88,18 +88,18 @@ class Parallel:
                 f"there. Make the plan with data={tuple(x for x in plan.data if x != axis)}"
             )
 
-    def install(self, copied: nn.Module, current: Callable[[], Call]) -> None:
+    def install(self, copied: nn.Module, current: Callable[[], CurrentCall]) -> None:
         """Put forwards of styles into a copy of the module; `current` returns the current call."""
         parts, known = dict(copied.named_modules()), sorted({parent(path) for path in self._splits})
 
-        def where(*paths: str) -> Where:
+        def where(*paths: str) -> RanksNow:
             """The ranks of submodules: their own, those of a submodule inside, or of the one around."""
             inside = [x for path in paths for x in known if _is_in(x, path)] or [parent(paths[0])]
             return lambda: next((alongs[x] for alongs in [current().along] for x in inside if x in alongs), None)
 
         for path, name in self._styles.items():
             if path in parts and (styled := STYLES[name].forward) is not None:
-                put(parts[path], functools.partial(_in_style, styled, parts[path], path, where(path)))
+                replace_forward(parts[path], functools.partial(_in_style, styled, parts[path], path, where(path)))
         for path, *pair in self._between(parts):
             columns, rows = ([parts[x] for x in paths] for paths in pair)
             Between(parts[path], path, where(*pair[0]), lambda: current().returned, columns, rows)
@@ -121,7 +121,7 @@ def _is_in(path: str, around: str) -> bool:
 
 
 def _in_style(
-    styled: Forward, part: nn.Module, path: str, where: Where, forward: Forward, *args: object, **kwargs: object
+    styled: Forward, part: nn.Module, path: str, where: RanksNow, forward: Forward, *args: object, **kwargs: object
 ) -> object:
     along = where()
     if along is None:

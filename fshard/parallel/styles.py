@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..core.arguments import wrong
 from ..core.patterns import matches
-from .forwards import Forward, experts, gathered, looked_up, once, row, row_of_whole, summed
+from .forwards import Forward, experts, gathered_features, looked_up, once, row, row_of_whole, summed
 
 
 class Style(NamedTuple):
@@ -39,13 +39,13 @@ class Style(NamedTuple):
 
 STYLES = {
     "colwise": Style(-2),
-    "colwise_gather_output": Style(-2, forward=gathered),
+    "colwise_gather_output": Style(-2, forward=gathered_features),
     "rowwise": Style(-1, forward=row),
     "rowwise_split_input": Style(-1, forward=row_of_whole),
     "packed_colwise": Style(-2, 2),
     "packed_rowwise": Style(-1, 2, row),
     "embedding_rowwise": Style(-2, forward=looked_up),
-    "embedding_colwise": Style(-1, forward=gathered),
+    "embedding_colwise": Style(-1, forward=gathered_features),
     "moe_tp_experts": Style(forward=summed),
     "all_reduce": Style(forward=summed),
     "moe_identity_expert": Style(forward=once),

@@ -44,6 +44,29 @@ class Gated(nn.Module):
         return self.down(torch.sigmoid(gate) * up)
 
 
+class Packed(nn.Module):
+    """Two blocks of features all the way, and matrices that are parameters."""
+
+    def __init__(self, hidden: int = 5):
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(WIDTH, 2 * hidden), nn.Linear(2 * hidden, WIDTH)
+        self.shared = Shared(hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.gate_up(x))) + self.shared(x)
+
+
+class Shared(nn.Module):
+    """An MLP without layers."""
+
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.into, self.out = nn.Parameter(torch.zeros(2, hidden, WIDTH)), nn.Parameter(torch.zeros(2, WIDTH, hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(torch.tanh(x @ into.mT) @ out.mT for into, out in zip(self.into, self.out, strict=True))
+
+
 class Attention(nn.Module):
     """An attention with as many heads as its tensors have, and a number for each head; written as in transformers."""
 
@@ -84,12 +107,23 @@ class Experts(nn.Module):
         return out
 
 
+class Passing(Experts):
+    """Experts, and one that returns its input."""
+
+    def __init__(self, num_experts: int):
+        super().__init__(num_experts)
+        self.passing = nn.Identity()
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x, index, weights) + self.passing(x) * weights[:, :1]
+
+
 class Sparse(nn.Module):
     """A router and experts."""
 
-    def __init__(self, num_experts: int = 5):
+    def __init__(self, num_experts: int = 5, kind: type[Experts] = Experts):
         super().__init__()
-        self.router, self.experts = nn.Linear(WIDTH, num_experts), Experts(num_experts)
+        self.router, self.experts = nn.Linear(WIDTH, num_experts), kind(num_experts)
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, 1)
@@ -159,6 +193,16 @@ MODELS = {
     "parts of experts": Model(
         lambda: Words(Sparse()),
         {"**.gate_up": "packed_colwise", "**.experts.down": "rowwise", "**.experts": "moe_tp_experts"},
+    ),
+    "an expert without parts": Model(
+        lambda: Words(Sparse(kind=Passing)),
+        {"**.gate_up": "packed_colwise", "**.experts.down": "rowwise", "**.experts": "moe_tp_experts"}
+        | {"**.passing": "moe_identity_expert"},
+    ),
+    "packed rows, parameters": Model(
+        lambda: Words(Packed()),
+        {"**.gate_up": "packed_colwise", "**.down": "packed_rowwise", "**.shared": "all_reduce"}
+        | {"**.into": "colwise", "**.out": "rowwise"},
     ),
     "experts": Model(lambda: Words(Sparse()), WHOLE_EXPERTS, experts=True),
     "experts, fewer than ranks": Model(lambda: Words(Sparse(2)), WHOLE_EXPERTS, experts=True),

@@ -57,14 +57,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_BASE, **_LATENT, "topk_method": "greedy"},
     "deepseek_v3": {**_BASE, **_LATENT},
     "granite": _BASE,
-    "helium": _HEADS,
+    "helium": {**_BASE, "head_dim": 4},
     "smollm3": _BASE,
     "gpt_neox": {name: x for name, x in _BASE.items() if name != "num_key_value_heads"},
     "nemotron": _BASE,
     "ernie4_5": _HEADS,
     "exaone4": {**_HEADS, "sliding_window": 4},
     "jais2": _BASE,
-    "seed_oss": _HEADS,
+    "seed_oss": {**_HEADS, "attention_dropout": 0.0, "residual_dropout": 0.0},
 }
 EXPERTS = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3")
 
