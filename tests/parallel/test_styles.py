@@ -4,11 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.parallel_models import MODELS, is_the_plain_one, trained
+from support.parallel_models import MODELS, is_the_plain_one, loss_of, rows_of, trained, words
 from support.worlds import gloo
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import fshard
+from fshard import tree
+from fshard.module import functionalize
+from fshard.parallel.styles import STYLES
 from fshard.testing import World
 
 MESHES = ((1, 2), (2, 2), (1, 3), (1, 4), (2, 3))
@@ -56,6 +60,31 @@ def test_processes_have_the_bits_of_simulated_ranks(name: str) -> None:
         assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
 
 
+@pytest.mark.parametrize("name", ["few heads", "tied table", "packed"])
+@pytest.mark.parametrize("units", ["layers", "one unit"])
+def test_other_ways_to_run(name: str, units: str) -> None:
+    """Tensors with tangents, and those of a forward alone, are leaves, too; random numbers have no derivative."""
+    model = MODELS[name]
+
+    def run(mesh: Any) -> list[Tensor]:
+        apply, params, buffers = functionalize(model.module(), parallel=model.styles)
+        splits = {} if mesh is None else {"split": apply.split(mesh), "data": "shard"}
+        named = apply.units("blocks.*") if units == "layers" else []
+        x = fshard.shard_params(params, fshard.make_plan(params, mesh, units=named, **splits))
+        loss, rows = loss_of(apply, buffers), rows_of(words(6), mesh, ("shard",))
+        predict = fshard.predict(lambda p, batch: apply.eval(p, buffers, batch)[0])
+        product = fshard.hvp(loss)(x, tree.map(torch.ones_like, x), rows)
+        return [
+            fshard.evaluate(loss)(x, rows),
+            predict(x, words(2)[:, :-1]),
+            *tree.leaves(fshard.gather_params(product)),
+        ]
+
+    for got in World(axes={"shard": 2, "tensor": 2}).run(run):
+        for x, y in zip(got, run(None), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11)
+
+
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
 
@@ -83,8 +112,6 @@ def test_without_split_leaves_a_module_is_itself(name: str) -> None:
 
 def test_splits_of_every_style() -> None:
     """A dim of another end would still train, if the sizes are equal."""
-    from fshard.parallel.styles import STYLES
-
     shapes = ((6,), (6, 4), (8, 6, 4))
     assert {name: [style.split(x) for x in shapes] for name, style in STYLES.items() if style.dim is not None} == {
         **{name: [(0, 1), (0, 1), (1, 1)] for name in ("colwise", "colwise_gather_output", "colwise_rep")},
@@ -101,7 +128,7 @@ def test_what_each_number_of_ranks_splits() -> None:
     """Heads of keys that do not divide stay whole; of heads that do not divide, the attention."""
 
     def split(name: str, ranks: int) -> set[str]:
-        apply, *_ = fshard.module.functionalize(MODELS[name].module(), parallel=MODELS[name].styles)
+        apply, *_ = functionalize(MODELS[name].module(), parallel=MODELS[name].styles)
         return {path.removeprefix("blocks.0.") for path in apply.split(fshard.AbstractMesh(tensor=ranks))}
 
     both = {"q.weight", "q.bias", "o.weight", "sinks"}
