@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from . import collectives, module, optim, random, reduction, tree, wire
 from .comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, shift
+from .comm.consensus import close, closing
 from .comm.mesh import AbstractMesh, rank_and_size
 from .comm.ranks import MismatchError
 from .core.losses import Mean, Sum
@@ -25,7 +26,7 @@ from .train.step import TrainState, init_state, train_step
 from .zero_optimizer.zero import zero
 
 if TYPE_CHECKING:
-    from . import checkpoint, testing
+    from . import checkpoint, elastic, testing
     from .compiler.jit import jit
     from .compiler.trace import TraceError, eval_shape
     from .graph.scan import scan
@@ -55,7 +56,10 @@ __all__ = [
     "broadcast",
     "check",
     "checkpoint",
+    "close",
+    "closing",
     "collectives",
+    "elastic",
     "estimate",
     "eval_shape",
     "evaluate",
@@ -103,7 +107,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> object:
-    if name in ("checkpoint", "testing"):
+    if name in ("checkpoint", "elastic", "testing"):
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

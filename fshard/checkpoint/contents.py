@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..comm import consensus
-from ..comm.mesh import AnyMesh, adapted, axis_sizes, coordinate, num_ranks, rank_in
+from ..comm.mesh import AnyMesh, Axes, adapted, axis_sizes, coordinate, mesh_device, num_ranks, rank_in
 from ..core import tree
 from ..core.arguments import shown
 from ..core.differences import Form, unreadable
@@ -113,11 +113,12 @@ def add_parts(contents: Contents, path: str, node: Parts) -> list[str]:
     if isinstance(node, Sharded):
         for first, *same in node.view.names().values():
             contents.aliases.update({tree.joined(path, name): tree.joined(path, first) for name in same})
+    copies = dict[Axes, tuple[int, int]]()  # by axes of a row: this rank's number among ranks with copies, their number
+    for over in dict.fromkeys(row.over for row in layout.rows):
+        axes = [axis for axis in axis_sizes(contents.mesh) if axis not in over]
+        copies[over] = coordinate(contents.mesh, axes), num_ranks(contents.mesh, axes)
     for span, (number, piece) in zip(layout.mine, pieces(node), strict=True):
-        over = layout.row_of[number].over
-        axes = [axis for axis in axis_sizes(contents.mesh) if axis not in over]  # ranks along these axes have copies
-        holder, holders = coordinate(contents.mesh, axes), num_ranks(contents.mesh, axes)
-        name = names[number]
+        name, (holder, holders) = names[number], copies[layout.row_of[number].over]
         contents.parts.append(SavedSpan(name, span.begin, piece.detach(), holder, holders, orders[name]))
     return [*names.values()]
 
@@ -132,12 +133,37 @@ def _check_mesh(function: str, path: str, mesh: AnyMesh, whole: AnyMesh) -> None
         )
 
 
-def contents_to_save(state: Tree, mesh: AnyMesh) -> Contents:
-    contents = contents_of(state, "save", mesh)
+def contents_to_save(state: Tree, mesh: AnyMesh, function: str = "save") -> Contents:
+    contents = contents_of(state, function, mesh)
     for part in contents.parts:
         if reason := unreadable(part.name, part.elements):
-            raise ValueError(f"save: leaf {reason}")
+            raise ValueError(f"{function}: leaf {reason}")
     return contents
+
+
+def made_like(like: Tree, mesh: AnyMesh, donate: bool, value: Callable[[str, Tree], Tree]) -> Tree:
+    """Return a state like `like`: tensors to write into, from `like` if donated, and `value(path, leaf)` elsewhere."""
+    taken = set[int]()
+
+    def memory(x: Tensor) -> Tensor:
+        has_memory = x.untyped_storage().device.type != "meta"  # fake tensors have no memory, either
+        # lazy views (conj, neg) and inference tensors cannot be written to
+        if donate and has_memory and x.is_contiguous() and not (x.is_conj() or x.is_neg() or x.is_inference()):
+            address = x.untyped_storage().data_ptr()
+            # parameters and their first average may share memory, but get different values
+            if address not in taken:
+                taken.add(address)
+                return x.detach()
+        device = mesh_device(mesh) if x.is_meta else x.device
+        return torch.zeros(x.shape, dtype=x.dtype, device=device, pin_memory=x.is_pinned())
+
+    def node_at(path: str, node: Tree) -> Tree:
+        return tree.map(memory, node) if isinstance(node, Parts | Tensor) else value(path, node)
+
+    result = tree.put_tops(like, Parts, [node_at(path, node) for path, node in tree.paths_to(like, Parts)])
+    if donate:
+        tree.give_away(like)
+    return result
 
 
 def check_same_call(contents: Contents, function: str, **arguments: object) -> None:
@@ -158,7 +184,7 @@ def differing(contents: Contents) -> set[str]:
     texts = {name: repr(value) for name, value in contents.values.items()}
     for part in contents.parts if contents.ranks > 1 else ():
         if part.holders == contents.ranks:
-            texts[part.name] = texts.get(part.name, "") + _digest_of_blocks(part.elements)
+            texts[part.name] = texts.get(part.name, "") + digest_of_blocks(part.elements)
     by_rank = consensus.differing_keys(texts, contents.mesh)
     for name, rank in product(sorted(by_rank), range(contents.ranks)):
         if (key := rank_key(name, rank)) in contents.forms or key in contents.values:
@@ -169,7 +195,7 @@ def differing(contents: Contents) -> set[str]:
     return by_rank
 
 
-def _digest_of_blocks(x: Tensor) -> str:
+def digest_of_blocks(x: Tensor) -> str:
     """Return two checksums of each block: swapped words change at least one."""
     return "".join(f"{checksum(block):08x}{checksum(block, 1009):08x}" for block in as_bytes(x).split(CHUNK))
 

@@ -7,7 +7,7 @@ import math
 import os
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby, islice
 from typing import NamedTuple, TypeVar
@@ -30,10 +30,10 @@ from ..files.other_formats import Checkpoint, format_at, source_at
 from ..files.safetensors_file import CHUNK
 from ..files.torch_dcp import located
 from ..layout.layout import Picks, picks_in, within
-from ..layout.pieces import Parts, mesh_of
+from ..layout.pieces import mesh_of
 from ..state.names import Rename
 from ..state.names import origins as names_by_new
-from .contents import Contents, SavedSpan, check_same_call, contents_of
+from .contents import Contents, SavedSpan, check_same_call, contents_of, made_like
 
 T = TypeVar("T")
 _SEE_SAME = "let all ranks see the same files"
@@ -180,23 +180,8 @@ def _matched(
 
 def _into(like: Tree, index: Index, origins: Mapping[str, Sequence[str]], wanted: Contents, donate: bool) -> Tree:
     """Return a state like `like`: the checkpoint's plain values, and tensors to read into, from `like` if donated."""
-    taken = set[int]()
 
-    def memory(x: Tensor) -> Tensor:
-        has_memory = x.untyped_storage().device.type != "meta"  # fake tensors have no memory, either
-        # lazy views (conj, neg) and inference tensors cannot be written to
-        if donate and has_memory and x.is_contiguous() and not (x.is_conj() or x.is_neg() or x.is_inference()):
-            address = x.untyped_storage().data_ptr()
-            # parameters and their first average may share memory, but get different values
-            if address not in taken:
-                taken.add(address)
-                return x.detach()
-        device = mesh_device(wanted.mesh) if x.is_meta else x.device
-        return torch.zeros(x.shape, dtype=x.dtype, device=device, pin_memory=x.is_pinned())
-
-    def node_at(path: str, node: Tree) -> Tree:
-        if isinstance(node, Parts | Tensor):
-            return tree.map(memory, node)
+    def value(path: str, node: Tree) -> Tree:
         if path not in origins:
             return node
         key = index.key(origins[path][0], wanted.rank)
@@ -205,11 +190,7 @@ def _into(like: Tree, index: Index, origins: Mapping[str, Sequence[str]], wanted
         # a number in `like`, saved as a 0-d tensor
         return torch.zeros((), dtype=index.leaves[key].dtype, device=mesh_device(wanted.mesh))
 
-    nodes = [node_at(path, node) for path, node in tree.paths_to(like, Parts)]
-    result = tree.put_tops(like, Parts, nodes)
-    if donate:
-        tree.give_away(like)
-    return result
+    return made_like(like, wanted.mesh, donate, value)
 
 
 def _read_state(source: Checkpoint, origins: Mapping[str, Sequence[str]], into: Tree, old: Contents) -> None:
@@ -235,7 +216,21 @@ def _tell_names(source: Checkpoint, origins: Mapping[str, Sequence[str]], wanted
     names = {*wanted.forms, *wanted.values}
     unlike = {"kept as in `like`": names - origins.keys(), "not read": origins.keys() - names}
     if told := [f"{len(some)} {what}: {listed(sorted(some))}" for what, some in unlike.items() if some]:
+        told += _shared_counts(names, origins, wanted)
         warnings.warn(f"restore(strict=False) of {source.what}: {'; '.join(told)}", stacklevel=3)
+
+
+def _shared_counts(names: Collection[str], origins: Container[str], wanted: Contents) -> list[str]:
+    """Name the first restored number of an optimizer, its count, in whose state leaves begin."""
+    begun = [name for name in names if name not in origins]
+    for name, form in wanted.forms.items():
+        above = name.rpartition(".")[0]
+        if name in origins and form.shape == () and above and any(x.startswith(f"{above}.") for x in begun):
+            remedy = "for a count of their own use by_label and optim.state.extend"
+            return [
+                f"new leaves share the restored {name!r}, as if they had made its steps (bias correction): {remedy}"
+            ]
+    return []
 
 
 def _tell_threads(source: Checkpoint, state: Tree) -> None:

@@ -40,6 +40,7 @@ class Announced:
         # `whole` would not announce its collectives
         self.built_in, self.whole, self.empty = ranks.built_in, None, ranks.empty
         self._ranks, self._exchange, self.announce = ranks, ranks.exchange, announce
+        self.connections = getattr(ranks, "connections", None)
 
     @property
     def timeout(self) -> timedelta:  # for a plan made in a checked call

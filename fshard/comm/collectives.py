@@ -168,26 +168,27 @@ def _mapped(x: T, collective: _Collective, split: int = 0, join: int | None = No
         leaves = [leaf.reshape(1) if isinstance(leaf, Tensor) and leaf.dim() == 0 else leaf for leaf in leaves]
     for path, leaf in zip(tree.leaf_paths(spec), leaves, strict=True):
         _check_leaf(f"{kind}: leaf {path!r}", leaf, collective, dims, size)
-    return tree.unflatten(spec, [_along_dims(leaf, collective, dims, size) for leaf in leaves])
+    return tree.unflatten(spec, [_along_dims(leaf, collective, dims) for leaf in leaves])
 
 
-def _along_dims(x: Tensor, collective: _Collective, dims: tuple[int, int], size: int) -> Tensor:
+def _along_dims(x: Tensor, collective: _Collective, dims: tuple[int, int]) -> Tensor:
     if collective.mesh is None:
         is_lost = collective.kind == "shift" and collective.by != 0 and not collective.wrap
         lost = x.new_ones((), dtype=torch.bool)
         return torch.where(lost, torch.zeros_like(x), x) if is_lost else x  # 0 * x would keep NaN
+    return applied(x, collective, dims)
+
+
+def applied(x: Tensor, collective: _Collective, dims: tuple[int, int]) -> Tensor:
+    """Apply a collective on several ranks. A TorchFunctionMode sees this call, but no autograd function."""
+    if has_torch_function((None,)):
+        return handle_torch_function(applied, (), x, collective, dims)
     split, join = (dim % max(1, x.dim()) for dim in dims)
     if split != join:  # parts (W, ...)
+        size = primitives.along(collective.mesh, collective.axis).size
         parts = x.unflatten(split, (size, x.shape[split] // size)).movedim(split, 0)
-        return _applied(parts, collective).movedim(0, join).flatten(join, join + 1)
-    return _applied(x.movedim(split, 0), collective).movedim(0, split) if split else _applied(x, collective)
-
-
-def _applied(x: Tensor, collective: _Collective) -> Tensor:
-    # the TorchFunctionMode of `remat` sees this call, but no autograd function
-    if has_torch_function((None,)):
-        return handle_torch_function(_applied, (), x, collective)
-    return _Apply.apply(x, collective)
+        return _Apply.apply(parts, collective).movedim(0, join).flatten(join, join + 1)
+    return _Apply.apply(x.movedim(split, 0), collective).movedim(0, split) if split else _Apply.apply(x, collective)
 
 
 def _check_leaf(name: str, x: object, collective: _Collective, dims: tuple[int, int], size: int) -> None:

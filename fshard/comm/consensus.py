@@ -1,25 +1,32 @@
-"""Compare values between ranks, and tell all ranks of a flag or an error on any rank."""
+"""Compare values between ranks; tell all ranks of a flag or an error on any rank, or that this rank gives up."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..core import tree
+from ..core.arguments import call_site, frame_of, line_of
 from ..core.func_levels import differentiates
 from ..core.storage import words
 from . import collectives, primitives
-from .mesh import AnyMesh, Axes, adapted, axis_sizes, mesh_device, num_ranks
+from .mesh import MESHES, AnyMesh, Axes, Grid, Mesh, adapted, axis_sizes, mesh_device, num_ranks, unconnected
 from .primitives import all_gather, all_reduce, along
 from .ranks import MismatchError, Ranks
 
 T = TypeVar("T")
+M = TypeVar("M", bound=AnyMesh)
+_LONGEST_REASON = 2000  # characters
 _SAME_TREE = "Build the same tree, in the same order, on all of them"
 _QUOTED = 200  # characters
 # under 255 bytes: CUDA's assertions take no more
@@ -169,6 +176,88 @@ def rows_of_bytes(data: bytes, ranks: Ranks) -> list[bytes]:
     rows = all_gather(x, ranks, "bytes").wait().view(ranks.size, -1).cpu()  # (W, length)
     texts = [bytes(row.tolist()) for row in rows]
     return [text[8 : 8 + int.from_bytes(text[:8], "little")] for text in texts]
+
+
+def close(mesh: AnyMesh) -> None:
+    """End this rank's communication over a mesh: ranks that wait for this one get a MismatchError at once.
+
+    Call `close` on a rank that gives up; otherwise other ranks wait until the process ends, or until their timeout. The
+    error names this rank and, on one host and in checked calls, the exception that this rank handles. Other ranks need
+    not call `close`. A second call does nothing.
+
+    - What ends: links and shared memory of one host, connections of checked calls, and gloo's connections of the mesh's
+      process groups. Nobody can use these groups again: a mesh of one axis from `init_device_mesh` has the default
+      group, which `dist.barrier()` uses. Meshes that share a group, such as `mesh["shard"]`, close together.
+    - What stays: the groups. Whoever made them calls `dist.destroy_process_group`, before or after. NCCL's connections
+      stay open until then, because kernels may run: GPUs hear at NCCL's timeout, or in a checked call.
+    - Afterwards: tensors and states keep their values. Collectives and `make_plan` on the mesh raise RuntimeError,
+      collectives under way MismatchError. Make the next mesh of new process groups.
+    - `mesh`: a DeviceMesh, a simulated mesh, or a plan's. None and an `AbstractMesh` have nothing to close.
+
+    RuntimeError in a second thread or a forked process. Dual: `make_plan`, which connects ranks.
+
+    >>> import fshard
+    >>> def give_up(mesh):
+    ...     fshard.close(mesh)
+    ...     try:
+    ...         fshard.all_reduce(torch.ones(1), mesh, "shard")
+    ...     except RuntimeError as error:
+    ...         return str(error).partition(" at ")[0]
+    >>> fshard.testing.simulate(give_up, shard=1)
+    ["axis 'shard' of a mesh: this rank has closed the mesh"]
+
+    Source: torch.distributed.destroy_process_group.
+    """
+    grid = _to_close(mesh)
+    if isinstance(grid, Grid):
+        grid.close(_reason())
+
+
+def _to_close(mesh: AnyMesh) -> Mesh | None:
+    try:
+        return unconnected(mesh)
+    except (RuntimeError, ValueError) as failure:
+        if not isinstance(mesh, DeviceMesh) or (isinstance(failure, ValueError) and dist.is_initialized()):
+            raise
+        return MESHES.last_handle(mesh)  # torch finds no group once groups are destroyed
+
+
+def _reason() -> str:
+    failure = sys.exc_info()[1]
+    if failure is None:
+        return f"has closed the mesh at {call_site()}"
+    said = traceback.TracebackException(type(failure), failure, None)  # as `__str__` may raise
+    text = f"{type(failure).__name__}: {said}"[:_LONGEST_REASON]
+    if failure.__traceback__ is None:
+        return f"raised {text}, and has closed the mesh"
+    frame = frame_of(failure)
+    return f"raised {text} at {line_of(frame.filename, frame.lineno)}, and has closed the mesh"
+
+
+class closing(Generic[M]):
+    """Close a mesh (`close`) at the end of a `with` block. If an exception ends the block, other ranks hear of it.
+
+    `mesh`: as for `close`; the value of the block.
+
+    >>> import fshard
+    >>> def job(mesh):
+    ...     with fshard.closing(mesh):
+    ...         return fshard.all_reduce(torch.ones(1), mesh, "shard").item()
+    >>> fshard.testing.simulate(job, shard=2)
+    [2.0, 2.0]
+
+    Source: contextlib.closing.
+    """
+
+    def __init__(self, mesh: M):
+        adapted(mesh)  # raises here, not at the end
+        self.mesh: M = mesh
+
+    def __enter__(self) -> M:
+        return self.mesh
+
+    def __exit__(self, *failure: object) -> None:
+        close(self.mesh)
 
 
 def first_unlike_line(a: str, b: str, sentence: str) -> str:

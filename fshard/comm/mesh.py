@@ -8,7 +8,7 @@ Note [One handle for each mesh]
     connections of checked calls, streams, and the name in graphs. `MESHES` finds the `ProcessMesh` of a
     DeviceMesh by identity: equal meshes may have different process groups. A `ProcessMesh` does not refer to the
     DeviceMesh, nor shared objects to the `ProcessMesh`: without a cycle, connections close once the DeviceMesh and its
-    last plan are deleted.
+    last plan are deleted, or at once if the mesh is closed (`close`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.arguments import check_whole, shown, wrong
-from .process_groups import GroupRanks, Owner
+from .process_groups import Connections, GroupRanks, Owner
 from .ranks import Call, Ranks
 
 T = TypeVar("T")
+_ANOTHER = (
+    "Make another one of new process groups: DeviceMesh.from_group(dist.new_group(), 'cpu', "
+    "mesh_dim_names=('shard',)); or dist.destroy_process_group(), dist.init_process_group and init_device_mesh"
+)
 
 
 def digits(number: int, sizes: Sequence[int]) -> list[int]:
@@ -135,6 +139,16 @@ class Grid:
             self._kept[make] = make(self)
         return self._kept[make]
 
+    def close(self, why: str) -> None:
+        """End this rank's communication; `why` is what this rank has done."""
+
+
+class Connected(ABC):
+    """An object made once for a mesh, with connections of its own."""
+
+    @abstractmethod
+    def close(self, why: str) -> None: ...
+
 
 class AbstractMesh(Grid):
     """A mesh of any size without processes, to plan and to lower functions, not to run them.
@@ -198,9 +212,14 @@ class ProcessMesh(Grid):
         super().__init__(axes, mesh.get_rank(), mesh.get_coordinate() or (), device)
         self.members: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())
         self._groups = [weakref.ref(mesh.get_group(axis)) for axis in names]
-        self._ranks: dict[str, Ranks] = {axis: GroupRanks(axis, mesh.get_group(axis), device) for axis in names}
+        self.connections = Connections({axis: mesh.get_group(axis) for axis in names})
+        self._ranks: dict[str, Ranks] = {
+            axis: GroupRanks(axis, group, device, connections=self.connections)
+            for axis, group in self.connections.items()
+        }
         self.twin: ProcessMesh | None = None  # with shared memory, once a plan has connected the ranks
         self.owners: dict[str, Owner] = {axis: MESHES.owner(mesh.get_group(axis)) for axis in names}
+        MESHES.connected.add(self)
 
     def is_of(self, mesh: DeviceMesh) -> bool:
         return all(
@@ -212,6 +231,24 @@ class ProcessMesh(Grid):
         self.owners[axis].check(axis)
         return self._ranks[axis]
 
+    def close(self, why: str) -> None:
+        """Hang up (Note [Hanging up]), also meshes with the same groups. RuntimeError in a second thread or a fork."""
+        for axis, owner in self.owners.items():
+            if not owner.closed:
+                owner.check(axis)
+        for mesh in MESHES.sharing(self):
+            mesh._end(why)
+
+    def _end(self, why: str) -> None:
+        text = f"this rank {why}. {_ANOTHER}"
+        for owner in self.owners.values():
+            owner.close(text)
+        for kept in self._kept.values():
+            if isinstance(kept, Connected):
+                kept.close(why)
+        self.connections.close(text)
+        self._ranks.clear()
+
 
 class Meshes:
     """Live meshes by identity of the DeviceMesh (ranks of a world may have equal ones), and by name in graphs."""
@@ -222,6 +259,7 @@ class Meshes:
         self._parents: dist.ProcessGroup | None = None  # in a forked process, the parent's world group
         self._names: MutableMapping[Mesh, str] = WeakIdKeyDictionary()
         self._meshes: weakref.WeakValueDictionary[str, Mesh] = weakref.WeakValueDictionary()
+        self.connected: weakref.WeakSet[ProcessMesh] = weakref.WeakSet()
         self._numbers = count()  # never reused: a deleted mesh's graph finds no other mesh
 
     def handle(self, mesh: DeviceMesh) -> ProcessMesh:
@@ -229,6 +267,17 @@ class Meshes:
         if handle is None or not handle.is_of(mesh):
             self._handles[mesh] = handle = ProcessMesh(mesh)
         return handle
+
+    def last_handle(self, mesh: DeviceMesh) -> ProcessMesh | None:
+        """Return the last handle, even of destroyed groups."""
+        return self._handles.get(mesh)
+
+    def sharing(self, mesh: ProcessMesh) -> list[ProcessMesh]:
+        """Return `mesh`, and the meshes with a process group of `mesh`, or of one of the others."""
+        alike, others = [mesh], [*self.connected]
+        for each in alike:  # grows
+            alike += [x for x in others if x not in alike and {*x.owners.values()} & {*each.owners.values()}]
+        return alike
 
     def owner(self, group: dist.ProcessGroup) -> Owner:
         if group not in self._owners:

@@ -65,7 +65,8 @@ def _built_in(collective: Callable[..., dist.Work], ranks: Ranks, call: Call, *a
         return Works([], [], call)
     # on a GPU, `wait` with a timeout would block the host
     timeout = message_timeout(ranks) if ranks.device.type == "cpu" else None
-    return Works([collective(*args, group=ranks.built_in, async_op=True)], [], call, timeout)
+    work = collective(*args, group=ranks.built_in, async_op=True)
+    return Works([work], [], call, timeout, connections=getattr(ranks, "connections", None))
 
 
 def _dealt(x: Tensor, ranks: Ranks, call: Call) -> tuple[Works, Tensor]:

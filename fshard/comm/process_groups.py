@@ -5,17 +5,24 @@ Note [One thread]
     group and its connections belong to the first thread that communicates over the group, until this thread ends. Any
     other thread, and a forked process, gets an error at once. Threads not started by Python are autograd's, and
     allowed: autograd runs the backward while the calling thread waits.
+
+Note [Hanging up]
+    A rank that gives up closes its connections, so that ranks waiting for it hear at once and not at their timeout:
+    when a peer has gone, and when the mesh is closed. An error's traceback may keep plans and groups, so freeing them
+    is not enough. Gloo closes a group's connections with the last reference to the group (torch's `abort` and
+    `shutdown` do not), or after a wait without its message: `_hang_up` waits a millisecond for a message that nobody
+    sends. MPI, UCC and NCCL lack this; their ranks hear at the end of the process, or at their timeout.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,6 +42,7 @@ _SENT = frozenset(
 
 # A message's tag is its size: gloo ends a process that receives more bytes than expected. MPI has tags up to 32767.
 _TAGS = 32749  # a prime
+_NOBODYS = (1 << 31) - 1  # a tag without messages
 
 
 class Owner:
@@ -43,15 +51,22 @@ class Owner:
     def __init__(self, inherited: bool) -> None:
         self._thread: threading.Thread | None = None
         self._lock, self._inherited = threading.Lock(), inherited  # inherited: the parent process made the group
+        self.closed = ""  # why the group is closed
 
     def inherit(self) -> None:
         self._thread, self._inherited = None, True
+
+    def close(self, text: str) -> None:
+        """Refuse all threads from now on, with `text`."""
+        self._thread, self.closed = None, text
 
     def check(self, axis: str) -> None:
         if threading.current_thread() is not self._thread:
             self._admit(axis)
 
     def _admit(self, axis: str) -> None:
+        if self.closed:
+            raise RuntimeError(f"axis {axis!r} of a mesh: {self.closed}")
         if self._inherited:
             raise RuntimeError(
                 f"axis {axis!r} of a mesh in a forked process: the mesh's connections are the parent's, which would "
@@ -104,6 +119,46 @@ def as_sent(x: Tensor, dtypes: Collection[torch.dtype] = _SENT) -> Tensor:
     return real if real.dtype in dtypes else real.view(-1).view(torch.uint8)
 
 
+class Connections(dict[str, dist.ProcessGroup]):
+    """Connections over a mesh: process groups by axis, none after `close`, and links of one host."""
+
+    def __init__(self, groups: Mapping[str, dist.ProcessGroup]):
+        super().__init__(groups)
+        self.leave: Callable[[str], None] = lambda text: None  # closes the links, and tells their peers why
+        self.ended = ""  # why groups were hung up
+
+    def __missing__(self, axis: str) -> NoReturn:
+        raise MismatchError(f"axis {axis!r} of a mesh: {self.ended}")
+
+    def hang_up(self, text: str, axes: Collection[str]) -> None:
+        """Close gloo's connections along these axes (Note [Hanging up])."""
+        for axis in axes:
+            self.ended = self.ended or text
+            _hang_up(self[axis])
+
+    def give_up(self, text: str) -> None:
+        self.leave(text)
+        self.hang_up(text, [*self])
+
+    def close(self, text: str) -> None:
+        self.hang_up(text, [*self])
+        self.clear()
+        self.ended = text
+
+
+def _hang_up(group: dist.ProcessGroup) -> None:
+    cpu = torch.device("cpu")
+    backend = _backend(group, cpu)
+    backend = getattr(backend, "wrapped_pg", backend)  # of TORCH_DISTRIBUTED_DEBUG=DETAIL
+    if getattr(backend, "name", str)() != dist.Backend.GLOO:
+        return
+    nothing = torch.empty(1, dtype=torch.uint8, device=cpu)
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(RuntimeError):  # the first wait fails, and closes all connections
+                backend.recv([nothing], peer, _NOBODYS).wait(timedelta(milliseconds=1))
+
+
 @dataclass
 class Works:
     """An exchange of torch.distributed."""
@@ -113,10 +168,11 @@ class Works:
     call: Call | str = ""
     timeout: timedelta | None = None  # None: that of the process group
     peers: Sequence[str] = ()  # by work, for errors
+    connections: Connections | None = None
 
     def wait(self) -> Sequence[Tensor]:
         """MismatchError if a peer is gone or does not answer."""
-        with _answering(self.call, peers := [*self.peers], works := [*self.works]):
+        with _answering(self.call, self.connections, peers := [*self.peers], works := [*self.works]):
             while works:
                 works[0].wait() if self.timeout is None else works[0].wait(self.timeout)
                 del works[:1], peers[:1]
@@ -126,18 +182,25 @@ class Works:
 
 
 @contextmanager
-def _answering(call: Call | str, peers: Sequence[str], works: Sequence[dist.Work] = ()) -> Iterator[None]:
+def _answering(
+    call: Call | str, connections: Connections | None, peers: Sequence[str], works: Sequence[dist.Work] = ()
+) -> Iterator[None]:
     """Turn a RuntimeError, but a device's, into a MismatchError with the first peer, and the peers of late `works`."""
     try:
         yield
-    except (torch.AcceleratorError, torch.OutOfMemoryError):
+    except (torch.AcceleratorError, torch.OutOfMemoryError, MismatchError):
         raise
     except RuntimeError as failure:
+        if connections is not None and connections.ended:
+            raise MismatchError(f"{call}: {connections.ended}") from failure
         first, *others = peers or ["a peer"]
         late = {peer for peer, work in zip(others, works[1:], strict=False) if peer != first and _is_late(work)}
         more = ", nor did " * bool(late) + " or ".join(sorted(late))
         reason = f"has gone, or did not answer within the process group's timeout{more}"
-        raise MismatchError(f"{first} {reason}, in {call}: {failure}") from failure
+        text = f"{first} {reason}, in {call}"
+        if connections is not None:
+            connections.give_up(text)
+        raise MismatchError(f"{text}: {failure}") from failure
 
 
 def _is_late(work: dist.Work) -> bool:  # the message has not arrived, or has not been sent
@@ -159,8 +222,16 @@ class GroupRanks:
 
     whole = None
 
-    def __init__(self, axis: str, group: dist.ProcessGroup, device: torch.device, few: int = FEW):
-        self.axis, self.device, self._group = axis, device, group
+    def __init__(
+        self,
+        axis: str,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        few: int = FEW,
+        connections: Connections | None = None,
+    ):
+        self.axis, self.device = axis, device
+        self.connections = Connections({axis: group}) if connections is None else connections
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._in_pairs = device.type == "cpu"  # gloo has no all-to-all of different sizes
         others = [p for p in range(self.size if self._in_pairs else 0) if p != self.rank]
@@ -170,12 +241,12 @@ class GroupRanks:
     @property
     def may_be_replaced(self) -> bool:
         """True for torch's CPU backends: shared memory replaces no backend registered by a user."""
-        backends = dict(pair.split(":") for pair in dist.get_backend_config(self._group).split(","))
+        backends = dict(pair.split(":") for pair in dist.get_backend_config(self.connections[self.axis]).split(","))
         return backends.get(self.device.type) in (dist.Backend.GLOO, dist.Backend.MPI, dist.Backend.UCC)
 
     @memo
     def timeout(self) -> timedelta:
-        return timeout_of(self._group, self.device)
+        return timeout_of(self.connections[self.axis], self.device)
 
     def empty(self, numel: int, like: Tensor, lent: bool) -> Tensor:
         maker = self._maker if lent and numel and like.device == self.device else None
@@ -186,12 +257,12 @@ class GroupRanks:
         """Allocator of memory registered with NCCL, or None; NCCL then needs fewer multiprocessors."""
         if self.built_in is None:
             return None
-        backend = _backend(self._group, self.device)
+        backend = _backend(self.connections[self.axis], self.device)
         supports = getattr(backend, "supports_tensor_alloc", None)
         if supports is None or not supports(self.device):
             return None
         # NCCL registers memory with a communicator, made by the first collective
-        dist.all_reduce(torch.zeros(1, device=self.device), group=self._group)
+        dist.all_reduce(torch.zeros(1, device=self.device), group=self.connections[self.axis])
         return backend.allocate_tensor
 
     @memo
@@ -202,24 +273,24 @@ class GroupRanks:
     def exchange(self, sends: Sequence[Tensor], recvs: Sequence[Tensor | None], call: Call) -> Works:
         """On CPUs send messages, on GPUs one all-to-all: NCCL would hold messages' memory until the device is done."""
         parts = outputs_of(sends, recvs, self.rank)
-        with _answering(call, peers := [*self._peers]):
+        with _answering(call, self.connections, peers := [*self._peers]):
             works = [] if self.size == 1 else self._start(sends, parts, peers)
         # with a timeout, NCCL's `wait` would block the host; NCCL's watchdog applies the group's timeout
-        return Works(works, parts, call, self.timeout if self._in_pairs else None, self._peers)
+        return Works(works, parts, call, self.timeout if self._in_pairs else None, self._peers, self.connections)
 
     def _start(self, sends: Sequence[Tensor], parts: Sequence[Tensor], peers: list[str]) -> list[dist.Work]:
-        sends, parts = [as_sent(x) for x in sends], [as_sent(x) for x in parts]
+        sends, parts, group = [as_sent(x) for x in sends], [as_sent(x) for x in parts], self.connections[self.axis]
         if not self._in_pairs:
             spare = self._spare.view(sends[0].dtype)
             outs, ins = (
                 [x[:1] if p == self.rank or not xs[p].numel() else xs[p] for p in range(self.size)]
                 for x, xs in zip(spare, (parts, sends), strict=True)
             )
-            return [dist.all_to_all(outs, ins, group=self._group, async_op=True)]
+            return [dist.all_to_all(outs, ins, group=group, async_op=True)]
         works = list[Any]()
         for peer in (p for p in range(self.size) if p != self.rank):
-            works.append(dist.irecv(parts[peer], group=self._group, group_src=peer, tag=parts[peer].nbytes % _TAGS))
-            works.append(dist.isend(sends[peer], group=self._group, group_dst=peer, tag=sends[peer].nbytes % _TAGS))
+            works.append(dist.irecv(parts[peer], group=group, group_src=peer, tag=parts[peer].nbytes % _TAGS))
+            works.append(dist.isend(sends[peer], group=group, group_dst=peer, tag=sends[peer].nbytes % _TAGS))
             del peers[:2]
         return works
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -172,10 +173,22 @@ def _has_cuda_graphs() -> bool:
 @contextmanager
 def _compiling(backend: str) -> Iterator[None]:
     block = in_one_file(_settings()) if backend == "inductor" else nullcontext()
-    with torch.no_grad(), warnings.catch_warnings(), block:
+    with _uncollected(), torch.no_grad(), warnings.catch_warnings(), block:
         # Inductor's first use calls torch.jit.script, which warns
         warnings.filterwarnings("ignore", message=".*torch.jit.script")
         yield
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Suspend Python's collector of cycles, which would look again and again at nodes that all stay."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def _settings() -> dict[str, object]:
@@ -349,6 +362,7 @@ _VIEW_OF_WRITE: dict[object, object] = {
 }
 
 
+@_uncollected()
 def lower(fn: Callable[..., Tree], leaves: Sequence[object], spec: tree.Spec, options: Options) -> Lowered:
     arguments = tree.unflatten(spec, leaves)
     key = signature(leaves, spec, on_meshes(arguments))

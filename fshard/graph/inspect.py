@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,11 @@ def operator(node: fx.Node) -> str:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__name__", str(target))
+    return _operator_name(target)
+
+
+@cache
+def _operator_name(target: torch._ops.OpOverload) -> str:
     return target.name().partition(".")[0].removeprefix("aten::").replace("::", ".")
 
 
@@ -129,4 +135,6 @@ def form_of(x: Tensor) -> str:
 
 def values(node: fx.Node) -> list[Tensor]:
     made = node.meta.get("val")
-    return [made] if isinstance(made, Tensor) else [v for v in tree.leaves(made) if isinstance(v, Tensor)]
+    if isinstance(made, Tensor | None):
+        return [] if made is None else [made]
+    return [v for v in tree.leaves(made) if isinstance(v, Tensor)]

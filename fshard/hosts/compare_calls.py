@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeVar
 
 from ..comm.announce import Announced, announcing
 from ..comm.consensus import rows_of_bytes
-from ..comm.mesh import AnyMesh, Mesh, ProcessMesh, adapted
+from ..comm.mesh import AnyMesh, Connected, Mesh, ProcessMesh, adapted
 from ..comm.primitives import along
 from ..comm.ranks import SAME_ORDER, MismatchError, Ranks, tally
 from ..core.arguments import call_site, frame_of, line_of
@@ -47,7 +47,7 @@ class _Status(NamedTuple):
         return f"{self.verb} {self.what} at {self.site}"
 
 
-class Lines:
+class Lines(Connected):
     """Connections to peers along every axis of a mesh. All ranks must construct `Lines`."""
 
     def __init__(self, mesh: ProcessMesh):
@@ -69,6 +69,11 @@ class Lines:
             weakref.finalize(self, link.socket.close)
         self._links[ranks.axis] = {numbers[peer]: link for peer, link in links.items()}
         self._data[ranks.axis] = {numbers[peer]: link for peer, link in getattr(ranks, "links", {}).items()}
+
+    def close(self, why: str) -> None:
+        for links in self._links.values():
+            for link in links.values():
+                link.close(why)
 
     def run(self, call: Callable[[], T]) -> T:
         """Run `call`, and announce its collectives to peers. MismatchError if ranks differ, or if a peer raises."""

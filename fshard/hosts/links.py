@@ -13,7 +13,7 @@ import socket
 import struct
 import weakref
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -25,6 +25,7 @@ from ..comm.ranks import SAME_ORDER, MismatchError
 # If a mapped segment were truncated, a process reading it would die of SIGBUS.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _TOO_FEW = (errno.EMFILE, errno.ENFILE)
+_ENDED = (errno.EPIPE, errno.ECONNRESET, errno.EBADF)  # EBADF: this rank has closed its end
 
 
 class Segment:
@@ -141,10 +142,10 @@ _READ = 1 << 18
 _MOST_FDS = 16
 PLANS = "make_plan"  # sent before making a plan
 _REFUSES = "refuses: "  # answer of a rank that expected no plan
+_ACKNOWLEDGEMENT = "an acknowledgement"
 _LEAVING = "leaves: "  # before the error of a rank that closes its links
 _FOREVER = (1 << 31) - 1  # milliseconds, the longest timeout of poll
 _FD_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-_Sockets = Sequence[socket.socket]
 
 
 @dataclass
@@ -162,7 +163,7 @@ class Link:
     peer: str
     timeout: float  # seconds
     memory: SegmentPool | None = None
-    beside: _Sockets = ()  # of all the mesh's links: `fault` closes these
+    give_up: Callable[[str], None] = lambda text: None  # closes all the mesh's links, and tells their peers why
     num_expected: int = 0
     num_arrived: int = 0
     arrived: dict[int, _Message] = field(default_factory=dict)
@@ -170,6 +171,7 @@ class Link:
     shown: set[int] = field(default_factory=set)
     is_open: bool = True  # until the end of the stream is read
     reason: str = "its process ended, or it let go of its plan"  # why the peer has closed the link
+    closed: str = ""  # why this rank has
     stream: bytearray = field(default_factory=bytearray)
     fds: deque[int] = field(default_factory=deque)
 
@@ -202,8 +204,8 @@ class Link:
         return message.call
 
     def acknowledge(self, segment: int) -> None:
-        with suppress(MismatchError):  # a closed peer has sent all its data
-            self._write(_HEADER.pack(_ACKNOWLEDGED, 0, segment, 0, 0), [], "an acknowledgement")
+        with suppress(MismatchError):
+            self._write(_HEADER.pack(_ACKNOWLEDGED, 0, segment, 0, 0), [], _ACKNOWLEDGEMENT)
 
     def _write(self, data: bytes, fds: list[int], call: str) -> None:
         """Write all of `data`; file descriptors go with the first byte."""
@@ -214,12 +216,18 @@ class Link:
             except BlockingIOError:
                 _poll([self], select.POLLIN | select.POLLOUT, call)
                 self.drain()  # the peer may be blocked until this rank reads
-            except (BrokenPipeError, ConnectionResetError):
+            except OSError as failure:
+                if failure.errno not in _ENDED:
+                    raise
+                if call == _ACKNOWLEDGEMENT:
+                    return  # a peer that has closed its end has sent all its data
                 raise self._gone(call) from None
             else:
                 view, fds = view[sent:], []
 
     def _gone(self, call: str) -> MismatchError:
+        if self.closed:
+            return MismatchError(f"{call}: {self.closed}")
         with suppress(MismatchError):
             while self.drain():  # the peer may have said why
                 pass
@@ -230,13 +238,17 @@ class Link:
 
         A traceback may keep the plan alive, so links would not close by themselves.
         """
-        said = _sent(f"{_LEAVING}{text}")
-        for peer in self.beside:
-            with suppress(OSError):
-                peer.send(_HEADER.pack(_INLINE, len(said), 0, 0, 0) + said)
-            with suppress(OSError):
-                peer.shutdown(socket.SHUT_RDWR)
+        self.give_up(text)
         return MismatchError(text)
+
+    def close(self, why: str) -> None:
+        """Close this rank's end, and free what peers have sent; `why` is what this rank has done."""
+        leave([self.socket], f"it {why}")
+        self.socket.close()
+        self.closed, self.is_open, self.give_up = f"this rank {why}", False, lambda text: None
+        for kept in (self.arrived, self.mapped, self.stream, [] if self.memory is None else self.memory.segments):
+            kept.clear()
+        _close_all(self.fds)
 
     def take(self, number: int, call: str) -> _Message:
         """Wait for message `number`. MismatchError if the message is of another call, or the peer is gone."""
@@ -292,7 +304,9 @@ class Link:
             data, fds, flags, _ = socket.recv_fds(self.socket, _READ, _MOST_FDS, _FD_FLAGS)
         except BlockingIOError:
             return False
-        except ConnectionResetError:
+        except OSError as failure:
+            if failure.errno not in _ENDED:
+                raise
             data, fds, flags = b"", [], 0
         self.fds.extend(fds)
         if flags & socket.MSG_CTRUNC:
@@ -377,6 +391,16 @@ class Link:
         return data[offset : offset + size]
 
 
+def leave(sockets: Sequence[socket.socket], text: str) -> None:
+    """Shut sockets of links down, and tell their peers why."""
+    said = _sent(f"{_LEAVING}{text}")
+    for peer in sockets:
+        with suppress(OSError):
+            peer.send(_HEADER.pack(_INLINE, len(said), 0, 0, 0) + said)
+        with suppress(OSError):
+            peer.shutdown(socket.SHUT_RDWR)
+
+
 def _sent(call: str) -> bytes:
     return call.encode(errors="replace")[:_LONGEST_TEXT]
 
@@ -404,8 +428,10 @@ def _poll(links: Collection[Link], events: int, call: str) -> list[Link]:
 def listen(links: Collection[Link], call: str, beside: Collection[Link] = ()) -> None:
     """Wait until bytes arrive on one of `links` or `beside`, and read them.
 
-    MismatchError after the shortest timeout, and if a peer has closed one of `links`.
+    MismatchError after the shortest timeout, and if a peer or this rank has closed one of `links`.
     """
+    if closed := [link for link in links if link.closed]:
+        raise closed[0]._gone(call)
     still_open = [link for link in beside if link.is_open]
     for link in _poll([*links, *still_open], select.POLLIN, call):
         link.drain(call if link in links else "")

@@ -19,9 +19,10 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -30,12 +31,12 @@ from torch import Tensor
 from ..comm import primitives
 from ..comm.announce import Announced
 from ..comm.consensus import rows_of_bytes
-from ..comm.mesh import AnyMesh, Mesh, ProcessMesh, unconnected
+from ..comm.mesh import MESHES, AnyMesh, Mesh, ProcessMesh, unconnected
 from ..comm.primitives import along
-from ..comm.process_groups import GroupRanks
+from ..comm.process_groups import Connections, GroupRanks
 from ..comm.ranks import Call, MismatchError, Ranks, differing_sizes, message_timeout
 from ..core.storage import as_bytes, from_bytes
-from .links import PLANS, SMALL, Link, Segment, SegmentPool, refusal, tensor_in
+from .links import PLANS, SMALL, Link, Segment, SegmentPool, leave, refusal, tensor_in
 from .rendezvous import links_to
 
 _SEGMENT_BYTES = 1 << 20  # buffers of this size or larger lie in a segment
@@ -130,17 +131,29 @@ class HostMesh(ProcessMesh):
         # `_kept` begins empty: old results of `once` may refer to old ranks
         self.__dict__.update(vars(mesh))
         self._ranks, self._kept, self.twin = ranks, {}, None
-        links = [link for each in ranks.values() if isinstance(each, _HostRanks) for link in each.links.values()]
-        for link in links:
-            link.beside = [each.socket for each in links]  # sockets: links would form a cycle
+        # sockets: links would form a cycle
+        self.connections.leave = partial(leave, [link.socket for link in self._links])
+        apart = [axis for axis, each in ranks.items() if not isinstance(each, _HostRanks)]
+        for link in self._links:
+            link.give_up = partial(_give_up, self.connections, self.connections.leave, apart)
+        MESHES.connected.add(self)
+
+    @property
+    def _links(self) -> list[Link]:
+        hosts = [ranks for ranks in self._ranks.values() if isinstance(ranks, _HostRanks)]
+        return [link for ranks in hosts for link in ranks.links.values()]
+
+    def _end(self, why: str) -> None:
+        for link in self._links:
+            link.close(why)
+        super()._end(why)
 
     def all_plan(self) -> bool:
         """Wait until all peers make a plan; return True if links are open and no message is unread.
 
         MismatchError if a peer is in a collective instead.
         """
-        hosts = [ranks for ranks in self._ranks.values() if isinstance(ranks, _HostRanks)]
-        links = [link for ranks in hosts for link in ranks.links.values()]
+        links = self._links
         for link in links:
             with suppress(MismatchError):  # a closed link is found below
                 link.say(PLANS)
@@ -153,6 +166,12 @@ class HostMesh(ProcessMesh):
         if failures:
             raise failures[0]
         return all(are_quiet)
+
+
+def _give_up(connections: Connections, leave: Callable[[str], None], axes: Sequence[str], text: str) -> None:
+    """Close a mesh's links, and hang up along axes without links; a new plan still connects ranks of one host again."""
+    leave(text)
+    connections.hang_up(text, axes)
 
 
 def _has_hosts(mesh: Mesh | None) -> TypeGuard[ProcessMesh]:

@@ -140,6 +140,7 @@ class WorldRun:
         self._posts: dict[int, Post] = {}  # of waiting ranks
         self._meetings: dict[tuple[int, ...], list[Post]] = {}  # of arrived ranks, by group
         self._ended: set[int] = set()
+        self.closed: dict[int, str] = {}  # by rank that has closed its mesh: why
 
     def reopen(self) -> None:
         """Make the meshes of this ended run usable in another run, without faults."""
@@ -182,19 +183,25 @@ class WorldRun:
 
     def _standing(self) -> str:
         posts = (self._posts.get(rank) for rank in range(self.num_ranks))
-        told = ["has returned" if post is None else f"waits in {self._told(post)}" for post in posts]
+        told = [self._end_of(r) if p is None else f"waits in {self._told(p)}" for r, p in enumerate(posts)]
         return f"{'; '.join(f'rank {rank} {text}' for rank, text in enumerate(told))}. {SAME_ORDER}"
+
+    def _end_of(self, rank: int) -> str:
+        return self.closed.get(rank, "has returned")
 
     def meet(self, group: tuple[int, ...], post: Post) -> Sequence[Tensor]:
         self._check_caller(post)
         if self.failure is not None:  # user code calls a collective in a `finally` block
             raise Stopped
         rank = post.rank
+        if rank in self.closed:  # in the step that closes the mesh
+            raise MismatchError(f"{post.call}: this rank {self.closed[rank]}")
         self._fault(post)
         self._posts[rank] = post
         ended = [r for r in group if r in self._ended] if self._ended else []
         if ended:
-            self._fail(f"rank {rank} is in {self._told(post)}, but rank {ended[0]} has returned: {self._standing()}")
+            words = f"rank {rank} is in {self._told(post)}, but rank {ended[0]} {self._end_of(ended[0])}"
+            self._fail(f"{words}: {self._standing()}")
         arrived = self._meetings.setdefault(group, [])
         arrived.append(post)
         if len(arrived) == len(group):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,11 +14,16 @@ from ..core import tree
 from ..core.arguments import check_positive
 from ..core.random import seeded_by
 from ..core.storage import is_inexact
+from ..core.tracing import assigned
 from ..core.tree import Tree
-from ..grad.grad import value_and_grad
+from ..grad.grad import OBSERVER, value_and_grad
 from ..plan.planning import make_plan
 from ..sharding.sharded import gather_params, shard_params
+from ..watch.first_difference import departure
+from ..watch.observed import Observed, Seen
 from .world import World
+
+SplitLeaves = Mapping[str, tuple[str, int] | tuple[str, int, int]]
 
 _LOSS = "the loss"
 _CAUSES = (
@@ -34,8 +40,9 @@ def same_loss(
     params: Tree,
     batch: Tree,
     *args: Tree,
-    leaves: Mapping[str, tuple[str, int] | tuple[str, int, int]],
-    data: str | Sequence[str] = (),
+    leaves: SplitLeaves | Callable[..., SplitLeaves],
+    data: str | Sequence[str] | Mapping[str, int] = (),
+    axes: str | Sequence[str] = (),
     sizes: Sequence[int] = (2, 3),
     rtol: float = 1e-8,
 ) -> None:
@@ -44,10 +51,15 @@ def same_loss(
     - `split(mesh)` returns the loss for a mesh; `plain` is the loss on one device. Losses are called with (params,
       batch, *args), and return no aux.
     - `params`: whole, on the host; losses are compared for these values, and for values nearby.
-    - `batch`: equal on all ranks, but cut in dim 0 (`torch.tensor_split`) over the axes in `data`.
-    - `leaves`, `data`: the arguments `split` and `data` of `make_plan`.
-    - `sizes`: numbers of simulated ranks to try along the axes in `leaves` and `data`; several axes get unlike sizes.
+    - `batch`: equal on all ranks, but cut (`torch.tensor_split`) over the axes in `data`, in dim 0 or `data[axis]`.
+    - `leaves`, `data`: the arguments `split` and `data` of `make_plan`, or a function `leaves(mesh, *axes)`.
+    - `axes`: further axes of the mesh: of a function `leaves`, or axes without split leaves.
+    - `sizes`: numbers of simulated ranks to try along all axes; several axes get unlike sizes.
     - `rtol`: allowed difference, as a part of the leaf's largest number. Floating-point tensors are cast to float64.
+
+    If the loss is wrong, the error names the first wrong line, and a collective that is missing or too many: on each
+    line, ranks' values must be equal to the plain value, or its parts, or summands. `plain` must run the same lines, as
+    `split(None)` does.
 
     Ranks with equal batches draw equal random numbers; without `data`, the plain loss draws the same. Unequal gradients
     show faults of a backward that you wrote, or of another library's collective. ValueError if no mesh of several ranks
@@ -60,32 +72,50 @@ def same_loss(
     >>> unsummed = lambda mesh: lambda p, x: (x @ p["up"] @ p["down"]).sum()
     >>> same_loss(unsummed, loss(None), params, torch.ones(3, 2), leaves=split)
     Traceback (most recent call last):
-    AssertionError: same_loss: {'tensor': 2}, the params given: the loss: expected 72.0, got 36.0. A sum over ranks...
+    AssertionError: same_loss: {'tensor': 2}, the params given: the loss: expected 72.0, got 36.0. First wrong is...
     """
-    over = (data,) if isinstance(data, str) else tuple(data)
-    axes = dict.fromkeys([*over, *(axis for axis, *_ in leaves.values())])
+    cut = dict.fromkeys([data] if isinstance(data, str) else data, 0) | dict(data if isinstance(data, Mapping) else {})
+    more = (axes,) if isinstance(axes, str) else tuple(axes)
+    known = () if callable(leaves) else [axis for axis, *_ in leaves.values()]
+    named = dict.fromkeys([*cut, *known, *more])
     check_positive("same_loss: rtol", rtol)
-    if not axes or max(sizes, default=1) < 2 or rtol >= 1:
-        given = f"leaves={leaves}, data={data!r}, sizes={sizes}, rtol={rtol}"
+    if not named or max(sizes, default=1) < 2 or rtol >= 1:
+        given = f"leaves={leaves}, data={data!r}, axes={axes!r}, sizes={sizes}, rtol={rtol}"
         raise ValueError(f"same_loss: expected an axis, a size above 1, and rtol below 1, got {given}")
     rows, *others = (tree.map(_nudged, x) for x in (batch, *args))
 
     def results(mesh: AnyMesh, loss: Callable[..., Tree], whole: Tree) -> dict[str, Tensor]:
-        (rank, ranks), cut = rank_and_size(mesh, over), () if mesh is None else over
-        plan = make_plan(whole, mesh, params_over=cut, grads_over=cut, state_over=cut, split=leaves, data=over or None)
-        part = tree.map(lambda x: x.tensor_split(ranks)[rank] if isinstance(x, Tensor) and x.dim() else x, rows)
-        with seeded_by(rank, "", torch.device("cpu")):
+        over, part = () if mesh is None else tuple(cut), rows
+        cuts = None if mesh is None else leaves(mesh, *more) if callable(leaves) else leaves
+        plan = make_plan(whole, mesh, params_over=over, grads_over=over, state_over=over, split=cuts, data=over)
+        for axis, dim in cut.items():
+            part = tree.map(partial(_rows_of, *rank_and_size(mesh, axis), dim), part)
+        with seeded_by(rank_and_size(mesh, over)[0], "", torch.device("cpu")):
             value, grads = value_and_grad(loss)(shard_params(whole, plan), part, *others)
         named = tree.paths_to(gather_params(grads), Tensor)
         return {_LOSS: value} | {f"the gradient of leaf {path!r}": x for path, x in named if isinstance(x, Tensor)}
 
-    for point, name in enumerate(("given", "nearby")):
-        whole = tree.map(lambda x, point=point: _nudged(x, 0.1 * point), params)
+    def seen(mesh: AnyMesh, loss: Callable[..., Tree], whole: Tree) -> Observed:
+        with assigned(OBSERVER, watcher := Seen()):
+            results(mesh, loss, whole)
+        return {"names": watcher.names, "values": watcher.values}
+
+    points = {name: tree.map(partial(_nudged, by=by), params) for name, by in (("given", 0.0), ("nearby", 0.1))}
+    for name, whole in points.items():
         expected = results(None, plain, whole)
         for first in range(len(sizes)):  # several axes get unlike sizes
-            sized = {axis: sizes[(first + i) % len(sizes)] for i, axis in enumerate(axes)}
-            for got in World(axes=sized).run(lambda mesh, whole=whole: results(mesh, split(mesh), whole)):
-                _compare(f"same_loss: {sized}, the params {name}", got, expected, rtol)
+            world = World(axes={axis: sizes[(first + i) % len(sizes)] for i, axis in enumerate(named)})
+            each = world.run(lambda mesh, whole=whole: results(mesh, split(mesh), whole))
+            if unlike := next(filter(None, (_first_unequal(got, expected, rtol) for got in each)), None):
+                ranks = world.run(lambda mesh: seen(mesh, split(mesh), points["nearby"]))
+                first_wrong = departure(ranks, seen(None, plain, points["nearby"]), rtol)
+                text, cause = unlike
+                why = f"First wrong is {first_wrong}" if first_wrong and first_wrong.kind == "operator" else cause
+                raise AssertionError(f"same_loss: {world.axes}, the params {name}: {text}. {why}")
+
+
+def _rows_of(rank: int, ranks: int, dim: int, x: Tree) -> Tree:
+    return x.tensor_split(ranks, dim)[rank] if isinstance(x, Tensor) and -x.dim() <= dim < x.dim() else x
 
 
 def _nudged(x: Tree, by: float = 0.0) -> Tree:
@@ -98,7 +128,8 @@ def _nudged(x: Tree, by: float = 0.0) -> Tree:
     return torch.where(x == 0, moved, x * (1 + moved))
 
 
-def _compare(where: str, got: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> None:
+def _first_unequal(got: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> tuple[str, str] | None:
+    """Return the first difference, and its possible causes."""
     largest = {name: float(wanted.abs().max()) if wanted.numel() else 0.0 for name, wanted in expected.items()}
     least = 1e-6 * max(largest.values())  # zeros have rounding errors, too
     for name, wanted in expected.items():
@@ -106,7 +137,6 @@ def _compare(where: str, got: dict[str, Tensor], expected: dict[str, Tensor], rt
         if far.numel() and not far.max() <= rtol * max(largest[name], least):
             at = tuple(int(i) for i in torch.unravel_index(far.argmax(), far.shape))
             cause = _CAUSES[name == _LOSS] if math.isfinite(largest[name]) else "The plain loss has no value there"
-            raise AssertionError(
-                f"{where}: {name}{f', at {[*at]}' if at else ''}: expected {wanted[at].item()}, got "
-                f"{got[name][at].item()}. {cause}"
-            )
+            place = f", at {[*at]}" if at else ""
+            return f"{name}{place}: expected {wanted[at].item()}, got {got[name][at].item()}", cause
+    return None

@@ -111,8 +111,16 @@ class SimulatedMesh(Grid):
         part._root = self._root or self
         return part
 
+    def close(self, why: str) -> None:
+        self.run.closed.setdefault(self._rank, why)
+
     def ranks(self, axis: str) -> _SimulatedRanks:
-        """Return the ranks along one axis, with the collectives that `fshard.comm` calls."""
+        """Return the ranks along one axis, with the collectives that `fshard.comm` calls.
+
+        RuntimeError after `close`.
+        """
+        if why := self.run.closed.get(self._rank):
+            raise RuntimeError(f"axis {axis!r} of a mesh: this rank {why}")
         if axis not in self._ranks:
             self._ranks[axis] = _SimulatedRanks(self._root or self, self.run, axis)
         return self._ranks[axis]

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -328,7 +328,7 @@ def check_labelled(tx: Transform) -> None:
 
 
 def _split_by_label(layout: Layout, transforms: Mapping[Label, TransformLike], labels: Labels) -> dict[Label, Layout]:
-    if not callable(labels):
+    if not _is_function(labels):
         _check_patterns(layout, labels)
     _check_ties(layout, labels)
     label_of, of_label = labeller(labels, tree.leaf_paths(layout.spec)), dict[Label, list[int]]()
@@ -347,7 +347,9 @@ def _split_by_label(layout: Layout, transforms: Mapping[Label, TransformLike], l
 
 
 def _warn_of_frozen(layout: Layout, unused: Sequence[Label], labels: Labels) -> None:
-    match_of = partial(_label_by_path, labels) if callable(labels) else _matcher(labels, tree.leaf_paths(layout.spec))
+    match_of = (
+        partial(_label_by_path, labels) if _is_function(labels) else _matcher(labels, tree.leaf_paths(layout.spec))
+    )
     for label in unused:
         chosen = [path for path in layout.frozen if (match_of(path) or ("", None))[1] == label]
         if chosen and label is not False:  # False: left alone by `masked`
@@ -385,7 +387,7 @@ def _check_ties(layout: Layout, labels: Tree) -> None:
     """
     paths = tree.leaf_paths(layout.spec)
     label_of = labeller(labels, paths)
-    match_of = partial(_label_by_path, labels) if callable(labels) else _matcher(labels, paths)
+    match_of = partial(_label_by_path, labels) if _is_function(labels) else _matcher(labels, paths)
     for path, number in zip(paths, layout.leaf_at, strict=True):
         if number is None or path == (leaf := layout.leaves[number]).path:
             continue
@@ -407,13 +409,18 @@ def check_labels(name: str, labels: Labels) -> None:
     ):
         expected = "a function (path, tensor) -> label, or a tree of labels whose keys may be patterns"
         raise TypeError(wrong(name, labels, expected))
-    if callable(labels):
+    if _is_function(labels):
         check_predicate(name, labels, "(path, tensor) -> label")
+
+
+def _is_function(labels: Labels) -> TypeGuard[Callable[[str, Tensor], Label]]:
+    """Return whether labels are no tree: the class of a tree's node may have a `__call__`."""
+    return callable(labels) and tree.flatten(labels)[1].is_leaf()
 
 
 def labeller(labels: Labels, paths: Iterable[str]) -> Callable[[Leaf], Label]:
     """Return a function from leaf to label; `paths`: the whole tree's. ValueError for a leaf without a label."""
-    if callable(labels):
+    if _is_function(labels):
         return lambda leaf: labels(leaf.path, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
     match_of = _matcher(labels, paths)
 

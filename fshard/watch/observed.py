@@ -4,8 +4,9 @@ Note [Names of values]
     1. A name has five fields, separated by tabs: kind, name, unit, line of the user's code, and inputs. An operator's
        inputs: for each tensor argument the number of the operator that computed it, or "?" (the batch); leaves of
        parameters are left out.
-    2. Operators are numbered from 0 in each forward. An empty value of the kind "forward" begins the forward of a
-       micro-batch or a slice: its name has the sizes of the mesh's axes, its unit is "split" if leaves are split.
+    2. Operators are numbered from 0 in each forward, collectives from -2 down, because one device has none. An empty
+       value of the kind "forward" begins the forward of a micro-batch or a slice: its name has the sizes of the mesh's
+       axes, its line their names, its unit is "split" if leaves are split.
     3. Operators are calls by the user's program. Not recorded: calls by fshard or autograd, calls without tensors (a
        rank's row numbers), `torch.empty` and the like, and calls in compiled functions.
     4. Old parameters show how far the step moved a parameter.
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..core import func_levels, tree
+from ..comm.collectives import applied
+from ..core import func_levels, losses, tree
 from ..core.arguments import CODE, call_site, check_function
 from ..core.losses import Mean, terms_of
 from ..core.scalars import on_device
@@ -37,6 +39,7 @@ from ..sharding.sharded import Sharded, gather_params
 from ..train.step import METRICS, TrainState
 
 Observed = dict[str, list[Any]]  # "names" and "values", in order
+COLLECTIVE = "collective"
 LOSS = "the loss's "  # names of totals and counts
 GRADIENT, SUM, METRIC, PARAMETER = "gradient on this rank of", "summed gradient of", "metric", "new parameter"
 OLD = "old parameter"
@@ -147,7 +150,8 @@ class _ObservedTape(Tape):
         seen.forget(self._known)  # values of a first run, in which torch.func refused hooks
         sizes = "x".join(str(size) for _, size in plan.axes)
         is_split = any(slot.split is not None for slot in plan.slots)
-        seen.add("forward", sizes, torch.empty(0, device=device_of(self._params)), "split" * is_split)
+        axes = ",".join(axis for axis, _ in plan.axes)
+        seen.add("forward", sizes, torch.empty(0, device=device_of(self._params)), "split" * is_split, axes)
         self._operators = _Operators(seen)
 
         def watched(view: Tree) -> Any:
@@ -205,8 +209,8 @@ class _ObservedTape(Tape):
 class _Operators(TorchFunctionMode):
     def __init__(self, seen: Seen):
         super().__init__()
-        self._seen, self._unit, self._line, self._count = seen, "", "", 0
-        # by `id` of a tensor: the number of its operator, or a leaf's unit
+        self._seen, self._unit, self._line, self._count, self._collective = seen, "", "", 0, -2
+        # by `id` of a tensor: the number of its operator or collective, or a leaf's unit
         self._origins: dict[int, tuple[weakref.ref[Tensor], int | str]] = {}
 
     def read(self, leaf: Tensor, unit: str) -> None:
@@ -226,20 +230,26 @@ class _Operators(TorchFunctionMode):
         given = [x for x in tree.leaves((args, dict(kwargs or {}))) if isinstance(x, Tensor)]
         results = given[:1] if name == "__setitem__" else out if isinstance(out, tuple | list) else (out,)
         results = [x for x in results if isinstance(x, Tensor) and x.layout is torch.strided]
-        if given and results and "empty" not in name and not _is_library(sys._getframe(1)):
-            self._add(name, given, results)
+        if func is applied:
+            self._add(_collective_name(*args[1:]), given, results, COLLECTIVE)
+        elif given and results and "empty" not in name:
+            if not (file := _caller(sys._getframe(1))).startswith(CODE[0]):
+                self._add(name, given, results)
+            elif file == losses.__file__ and (origin := self._origin(given[0])) is not None:  # a factor of a Mean
+                self._origins[id(results[0])] = weakref.ref(results[0]), origin
         return out
 
-    def _add(self, name: str, given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    def _add(self, name: str, given: Sequence[Tensor], results: Sequence[Tensor], kind: str = "operator") -> None:
         origins = [self._origin(x) for x in given]
         self._unit = next((unit for unit in origins if isinstance(unit, str)), self._unit)
         self._line = call_site()
         self._seen.lines.setdefault(self._unit, self._line)
         inputs = ",".join("?" if x is None else str(x) for x in origins if not isinstance(x, str))
         for x in results:
-            self._origins[id(x)] = (weakref.ref(x), self._count)
-            self._count += 1
-            self._seen.add("operator", name, x, self._unit, self._line, inputs)
+            is_collective = kind == COLLECTIVE
+            self._origins[id(x)] = (weakref.ref(x), self._collective if is_collective else self._count)
+            self._collective, self._count = self._collective - is_collective, self._count + (not is_collective)
+            self._seen.add(kind, name, x, self._unit, self._line, inputs)
 
     def end(self, kind: type, terms: Sequence[Tree]) -> None:
         for number, term in enumerate(terms):
@@ -253,8 +263,15 @@ class _Operators(TorchFunctionMode):
                 self._seen.add("operator", name, value, self._unit, self._line, inputs)
 
 
-def _is_library(frame: Any) -> bool:
-    """True if fshard called the operator; torch's modules belong to the program."""
+def _collective_name(collective: Any, dims: tuple[int, int]) -> str:
+    dim = f"dim={dims[0]}" if dims[0] == dims[1] else f"split={dims[0]}, join={dims[1]}"
+    how = [collective.op] * (collective.op != "sum") + [dim] * any(dims) + ["sizes"] * (collective.sizes is not None)
+    how += [f"by={collective.by}"] * bool(collective.by)
+    return collective.kind + f"({', '.join(how)})" * bool(how) + f" over {collective.axis!r}"
+
+
+def _caller(frame: Any) -> str:
+    """Return the file that called the operator; torch's modules belong to the program."""
     while frame.f_code.co_filename.startswith(CODE[1]) and "modules" not in frame.f_code.co_filename:
         frame = frame.f_back
-    return frame.f_code.co_filename.startswith(CODE[0])
+    return str(frame.f_code.co_filename)

@@ -110,7 +110,7 @@ def _find_moves(old: Layout, new: Layout) -> Moves:
     through = (item for n in leaves for k in range(len(axes) + 1) for item in _items_held(old, new, n, here, sizes, k))
     items = sorted(set(through))  # the same order on all ranks
     local = tuple(here.values())
-    stages = [(axes[k], *_stage(k, sizes[axes[k]], local, items)) for k in reversed(range(len(axes)))]
+    stages = [(axes[k], *stage(k, sizes[axes[k]], local, items)) for k in reversed(range(len(axes)))]
     return Moves(local, items, stages)
 
 
@@ -139,7 +139,7 @@ def _items_held(
                 yield Item(leaf, begin, tuple(moved.values()), target, numel)
 
 
-def _stage(k: int, size: int, here: tuple[int, ...], items: Sequence[Item]) -> tuple[Lists, Lists]:
+def stage(k: int, size: int, here: tuple[int, ...], items: Sequence[Item]) -> tuple[Lists, Lists]:
     sends: Lists = [[] for _ in range(size)]
     recvs: Lists = [[] for _ in range(size)]
     for item in items:
@@ -160,14 +160,14 @@ def _moved_elements(x: Tree, new: Layout, label: str) -> dict[int, list[tuple[in
     held_items = {item: x[item.begin - begin :][: item.numel] for item, begin, x in items}  # views
     mesh, dtypes = _way(old, new)[0], [leaf.dtype for leaf in old.leaves]
     for axis, sends, recvs in moves.stages:
-        held_items = _along(primitives.along(mesh, axis), dtypes, sends, recvs, held_items, label)
+        held_items = moved_along(primitives.along(mesh, axis), dtypes, sends, recvs, held_items, label)
     arrived: dict[int, list[tuple[int, Tensor]]] = {span.leaf: [] for span in new.mine}
     for item, part in held_items.items():
         arrived[item.leaf].append((item.begin, part))
     return arrived
 
 
-def _along(
+def moved_along(
     ranks: Ranks, by_leaf: Sequence[torch.dtype], sends: Lists, recvs: Lists, held_items: dict[Item, Tensor], label: str
 ) -> dict[Item, Tensor]:
     """Move items along one axis, with one message to each rank; return this rank's new items."""

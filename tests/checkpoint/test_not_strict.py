@@ -85,6 +85,7 @@ def test_a_new_head_on_a_trained_backbone(tmp_path: Path, name: str, ranks: int,
     (text,) = (str(x.message) for x in told)
     assert re.search(r"kept as in `like`: .*'extra.more', .*'params.new'", text)
     assert re.search(r"not read: .*'extra.seen', .*'params.old'", text)
+    assert "new leaves share the restored 'opt_state.count', as if" in text
     check(saved, found)
 
 

@@ -97,8 +97,8 @@ class Distributed:
 class BuiltIn(process_groups.GroupRanks):
     """Ranks of gloo that say their backend has fast collectives of its own."""
 
-    def __init__(self, axis: str, group: Any, device: torch.device):
-        super().__init__(axis, group, device)
+    def __init__(self, axis: str, group: Any, device: torch.device, **kwargs: Any):
+        super().__init__(axis, group, device, **kwargs)
         self.built_in, self._in_pairs = group, False
 
 

@@ -223,6 +223,26 @@ def test_what_is_compiled_refuses_other_arguments():
         run(rand(4, seed=1))
 
 
+@pytest.mark.parametrize("is_enabled", [True, False])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_collector_of_cycles_waits_for_a_graph(is_enabled, fails):
+    """It rests while a function is traced and compiled, and is afterwards as the user left it, also after an error."""
+    seen = []
+
+    def fn(x):
+        seen.append(gc.isenabled())
+        return {False: x}[fails]
+
+    gc.enable() if is_enabled else gc.disable()
+    try:
+        aot(fn)(torch.ones(2))
+    except TraceError:
+        assert fails
+    after = gc.isenabled()
+    gc.enable()
+    assert (seen, after) == ([False], is_enabled)
+
+
 def test_a_mesh_is_let_go():
     """A jitted function would keep a mesh and its connections alive."""
 

@@ -95,18 +95,18 @@ def test_a_data_loader_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def elastic(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module benchmarks/elastic.py."""
+def restarts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module benchmarks/restarts.py."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import elastic
+    import restarts
 
-    yield elastic
-    del sys.modules["elastic"]
+    yield restarts
+    del sys.modules["restarts"]
 
 
-def ranks(elastic: Any, tmp_path: Path) -> None:
+def ranks(restarts: Any, tmp_path: Path) -> None:
     """Two ranks of a mesh with two axes, each on a host of its own, end within their timeout when the link is cut."""
-    with elastic.network() as names:
+    with restarts.network() as names:
         script = [sys.executable, str(ROOT / "tests" / "support" / "cut_off.py")]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1"}
         processes = [
@@ -117,19 +117,19 @@ def ranks(elastic: Any, tmp_path: Path) -> None:
             for rank, name in enumerate(names[:2])
         ]
         assert [process.stdout.readline() for process in processes] == ["training\n"] * 2
-        elastic.ip(f"-n {names[2]} link set cable1 down")
+        restarts.ip(f"-n {names[2]} link set cable1 down")
         for process in processes:
             out, errors = process.communicate(timeout=60)
             assert process.returncode == 1, errors
             assert out.endswith(" has gone, or did not answer within the process group's timeout\n"), errors
 
 
-def run(elastic: Any, tmp_path: Path) -> None:
+def run(restarts: Any, tmp_path: Path) -> None:
     """A training run of which a rank is killed and a host is cut off ends as one that nothing disturbs."""
     small = ["--kills=1", "--cuts=1", "--steps=600", "--save-every=20", "--pause=0.5", "--patience=1", "--tiny"]
     small.append(f"--data={tmp_path / 'text'}")
     (tmp_path / "text").write_text("a part of a tree is a tree; " * 100)
-    script = [sys.executable, str(ROOT / "benchmarks" / "elastic.py"), *small, f"--out={tmp_path}"]
+    script = [sys.executable, str(ROOT / "benchmarks" / "restarts.py"), *small, f"--out={tmp_path}"]
     done = subprocess.run(script, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
@@ -140,11 +140,11 @@ def run(elastic: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", [ranks, run], ids=lambda what: what.__name__)
-def test_two_hosts_that_lose_each_other(what: Callable[[Any, Path], None], elastic: Any, tmp_path: Path) -> None:
+def test_two_hosts_that_lose_each_other(what: Callable[[Any, Path], None], restarts: Any, tmp_path: Path) -> None:
     """Ranks whose peers are on a host that is gone would hang, or a run would end with other numbers."""
     try:
-        with elastic.network():
+        with restarts.network():
             pass
     except RuntimeError as failure:
         pytest.skip(str(failure))
-    what(elastic, tmp_path)
+    what(restarts, tmp_path)

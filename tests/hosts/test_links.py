@@ -229,7 +229,8 @@ def test_a_call_of_any_length(ends: Any) -> None:
 def test_what_a_machine_lacks() -> None:
     """Without memory or descriptors ranks use sockets, or say what is lacking: otherwise they would crash or hang."""
     for number, (counts, refused, few, elsewhere) in enumerate(gloo(hostile.one_process_at_a_time)):
-        assert max(counts) == counts[0], counts
+        # a segment more if a peer reads late: two descriptors; a plan that stays costs one at least
+        assert max(counts) - counts[0] < len(counts) - 1, counts
         name, warned = refused
         assert name == "GroupRanks"
         text = "no shared memory, so that all messages go through sockets: rank 1 of axis 'shard': memfd_create: "

@@ -481,6 +481,27 @@ def test_a_pattern_of_labels_that_fits_nothing_is_an_error() -> None:
     inner.init(fshard.shard_params(params, fshard.make_plan(params, frozen="head")).trainable)
 
 
+@pytest.mark.parametrize("labelled", [optim.by_label, optim.masked])
+def test_labels_in_a_node_with_a_call_are_a_tree(labelled: Any) -> None:
+    """A layer of labels is no predicate: otherwise it would be called with a path."""
+
+    @fshard.tree.node
+    class Layer:
+        w: Any
+        b: Any
+
+        def __call__(self, x: Any, scale: Any = 1) -> Any:
+            raise AssertionError("called")
+
+    tx = optim.sgd(1.0)
+    given = {True: tx, False: optim.scale(0.0)} if labelled is optim.by_label else tx
+    params = Layer(torch.ones(2), torch.ones(1))
+    made = labelled(given, Layer(True, False))
+    updates, _ = made.update(params, made.init(params), params)
+    assert updates.w.tolist() == [-1, -1]
+    assert updates.b.item() == (0 if labelled is optim.by_label else 1)
+
+
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.real])
 def test_lazily_conjugated_gradients_are_taken(name: str) -> None:
     """Conjugated views as parameters or gradients give the updates of their values: otherwise imaginary parts would

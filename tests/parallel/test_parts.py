@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import fshard
 from fshard.module import functionalize
-from fshard.testing import World
+from fshard.testing import World, same_loss
 
 Loss = Callable[[Any, Tensor], Any]
 
@@ -242,3 +242,16 @@ def test_experts_over_an_axis_of_their_own() -> None:
     for got in World(axes={"expert": 2, "tensor": 2}).run(run):
         for x, y in zip(got, expected, strict=False):
             torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-12)
+
+
+def test_a_wrong_plan_is_found() -> None:
+    """Transformers has such a plan: gate and up lie in one matrix, which is split as if it were one block."""
+
+    def compare(style: str) -> None:
+        styles = {"**.gate_up": style, "**.down": "rowwise"}
+        apply, params, buffers = functionalize(MODELS["packed"].module(), parallel=styles)
+        loss = loss_of(apply, buffers)
+        same_loss(lambda mesh: loss, loss, params, words(3), leaves=apply.split, axes="tensor")
+
+    compare("packed_colwise")
+    says(lambda: compare("colwise"), AssertionError, "same_loss: {'tensor': 2}")

@@ -3,6 +3,8 @@
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -11,6 +13,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import elastic
 import fits
 import hypergradient
 import pytest
@@ -98,6 +101,16 @@ def test_a_run_goes_on_with_other_ranks_and_in_processes(tmp_path):
     first, _ = gloo(printed_by_a_process, "resume", tmp_path)
     assert "steps 21 to 30: ranks 2" in first
     assert "30 of 30 losses have the bits" in first
+
+
+def test_a_run_of_many_rounds():
+    """The two processes that are left would not go on, or would not let the third in."""
+    command = [sys.executable, str(Path(elastic.__file__))]
+    text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+    rounds = ["round 1: 3 ranks from step 0", "round 2: 2 ranks from step 8", "round 3: 3 ranks from step 15"]
+    assert text.splitlines()[:3] == rounds, text
+    assert number(text, "loss") < 4
+    assert "exit codes: [-9, 0, 0, 0]" in text
 
 
 def test_figures_of_many_layers_follow_from_those_of_few():

@@ -53,6 +53,7 @@ FOLDERS = {
     "parallel": {"core", "comm", "plan"},
     "module": {"core", "comm", "layout", "plan", "sharding", "state", "parallel"},
     "checkpoint": {"core", "files", "comm", "layout", "plan", "sharding", "state"},
+    "elastic": {"core", "files", "comm", "layout", "whole", "plan", "checkpoint"},
     "watch": {"core", "files", "comm", "layout", "plan", "sharding", "grad", "train"},
     "testing": {"core", "comm", "layout", "plan", "sharding", "grad", "update", "optim", "state", "train", "watch"},
     "planner": {"core", "plan", "sharding", "train", "graph", "compiler"},
@@ -323,7 +324,7 @@ def test_nothing_optional_is_needed() -> None:
 LAZY = """
 import sys
 import fshard
-lazy = ("fshard.compiler", "fshard.testing", "fshard.watch", "fshard.checkpoint")
+lazy = ("fshard.compiler", "fshard.testing", "fshard.watch", "fshard.checkpoint", "fshard.elastic")
 assert not [name for name in sys.modules if name.startswith(lazy)]
 print(fshard.jit.__name__, fshard.TraceError.__name__, fshard.checkpoint.__name__, fshard.testing.simulate.__name__)
 """
@@ -390,7 +391,7 @@ def test_every_public_name_is_there_and_documented() -> None:
         assert not text.startswith(f"{name}("), f"{name}: the docstring that dataclass makes"
 
 
-GROUPS = ["checkpoint", "collectives", "module", "optim", "random", "reduction", "testing", "tree", "wire"]
+GROUPS = ["checkpoint", "collectives", "elastic", "module", "optim", "random", "reduction", "testing", "tree", "wire"]
 
 
 @pytest.mark.parametrize("name", GROUPS)

@@ -18,6 +18,7 @@ LIMITS = {
     "compiler": (2.1, 1.7),
     "core": (2.2, 1.7),
     "derivatives": (2.5, 1.2),
+    "elastic": (3.3, 0.4),
     "files": (2.2, 0.9),
     "grad": (2.9, 0.7),
     "graph": (2.3, 1.5),

@@ -93,7 +93,7 @@ def transformer(
     return SplitModel("tensor", params, split, lambda mesh, _: it.model(mesh, layer, by_sequence), batch)
 
 
-def sparse(lean: float = 0.0) -> SplitModel:
+def sparse(lean: float = 0.0, top: int = 1) -> SplitModel:
     """Two layers of four experts, of which the last two get no tokens if `lean` is large."""
     it = page()
 
@@ -110,7 +110,7 @@ def sparse(lean: float = 0.0) -> SplitModel:
         return torch.randint(WORDS, (rows, 2), generator=torch.Generator().manual_seed(seed))
 
     split = {"**.up": ("expert", 0), "**.down": ("expert", 0)}
-    return SplitModel("expert", params, split, it.sparse_model, batch, differ=True)
+    return SplitModel("expert", params, split, partial(it.sparse_model, top=top), batch, differ=True)
 
 
 def slope() -> SplitModel:
@@ -129,6 +129,45 @@ def slope() -> SplitModel:
     return SplitModel("tensor", params, split, loss, lambda rows, seed: drawn(seed)(rows, WIDTH))
 
 
+def long(way: str) -> SplitModel:
+    """Attention over the words of all ranks of "context", of which each has some; no leaf is split."""
+    it = page()
+
+    def params() -> Tree:
+        draw = drawn(3)
+        layer = {"o": draw(6, 3, WIDTH)} | {name: draw(WIDTH, 6, 3) for name in "qkv"}
+        return {"embed": draw(WORDS, WIDTH), "layers": [layer]}
+
+    def loss(mesh: Any, _: tuple[str, ...]) -> Callable[[Tree, Tensor], Any]:
+        rank, ranks = it.rank_and_size(mesh, "context")
+        plain = it.long_model(mesh, it.plainly if mesh is None else getattr(it, way))
+
+        def of_part(p: Tree, words: Tensor) -> Any:
+            parts = {"words": words[:, :-1], "targets": words[:, 1:]}
+            leaves = {"embed": p["embed"]} | {name: p["layers"][0][name] for name in "qkvo"}
+            return plain(leaves, {name: x.chunk(ranks, 1)[rank] for name, x in parts.items()})
+
+        return of_part
+
+    def batch(rows: int, seed: int) -> Tensor:
+        return torch.randint(WORDS, (rows, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+
+    return SplitModel("context", params, {}, loss, batch)
+
+
+def stages() -> SplitModel:
+    """A pipeline of five layers, which has one micro-batch, because ranks have any number of rows."""
+    it = page()
+
+    def params() -> Tree:
+        draw = drawn(4)
+        layers = {"up": draw(5, WIDTH, 5), "down": draw(5, 5, WIDTH)}
+        return {"embed": draw(WORDS, WIDTH), "head": draw(WORDS, WIDTH), "layers": layers}
+
+    split = {"layers.**": ("stage", 0)}
+    return SplitModel("stage", params, split, lambda mesh, _: it.pipeline(mesh, 1), sparse().batch)
+
+
 MODELS = {
     "replicated": transformer(),
     "sequence": transformer(by_sequence=True),
@@ -137,6 +176,12 @@ MODELS = {
     "sequence, tied, again": transformer(by_sequence=True, tied=True, again=True),
     "dropout, again": transformer(rate=0.2, again=True),
     "slope": slope(),
+    "gathered": long("gathered"),
+    "by heads": long("by_heads"),
+    "ring": long("ring"),
+    "ring, again": long("ring_again"),
+    "stages": stages(),
     "experts": sparse(),
+    "two experts": sparse(top=2),
     "experts without rows": sparse(lean=60.0),
 }

@@ -115,7 +115,7 @@ def test_what_is_right_for_the_first_parameters_alone_is_named() -> None:
     """Biases begin at zero: what every rank adds is seen in the gradient, and its square not even there."""
     params, x = whole() | {"bias": torch.zeros(4)}, torch.randn(6, 4)
     make = WRONG["a bias before the sum"][0]
-    with pytest.raises(AssertionError, match=r"the params given: the gradient of leaf 'bias'.*it may be another"):
+    with pytest.raises(AssertionError, match=r"the params given: the gradient of leaf 'bias'.* it takes summands"):
         same_loss(make, make(None), params, x, leaves=SPLIT)
     make = changed(lambda p, x, mesh: mlp(p, x, mesh).sum() + fshard.all_reduce(p["bias"] ** 2, mesh, "tensor").sum())
     with pytest.raises(AssertionError, match="the params nearby: the loss"):
@@ -145,6 +145,51 @@ def test_a_count_of_the_whole() -> None:
         same_loss(make, make(None), {"w": torch.ones(4)}, torch.randn(6, 4), leaves={}, data="shard")
 
 
+def test_leaves_by_mesh() -> None:
+    """A function of the mesh, as `apply.split`, could not be given, or would be asked without a mesh."""
+    asked = set[tuple[int, str]]()
+
+    def leaves(mesh: Any, axis: str) -> Any:
+        asked.add((mesh.size(axis), axis))
+        return SPLIT if mesh.size(axis) < 4 else {}  # 7 features on 4 ranks: all are whole
+
+    def summed(p: Any, x: Tensor, mesh: Any) -> fshard.Mean:
+        copies = fshard.rank_and_size(mesh, "tensor")[1] if p["up"].shape[1] == 7 else 1
+        return fshard.Mean((mlp(p, x, mesh) / copies).square().sum(), len(x))
+
+    make = changed(summed)
+    same_loss(make, make(None), whole(), torch.randn(6, 4), leaves=leaves, axes="tensor", sizes=(1, 2, 4))
+    assert asked == {(1, "tensor"), (2, "tensor"), (4, "tensor")}
+    wrong = WRONG["no sum"][0]
+    with pytest.raises(AssertionError, match=r"{'tensor': 2}.*the loss: expected .* along 'tensor' it takes summands"):
+        same_loss(wrong, wrong(None), whole(), torch.randn(6, 4), leaves=leaves, axes=("tensor",))
+
+
+def context(mesh: Any, cuts: bool, scale: float = 1.0) -> Callable[..., Any]:
+    """Attention over the words of all ranks of "context", each of which has some."""
+
+    def loss(p: Any, x: Tensor) -> fshard.Mean:
+        rank, ranks = fshard.rank_and_size(mesh, "context")
+        x = x.chunk(ranks, 1)[rank] if cuts else x
+        first = rank * x.shape[1]
+        k = fshard.all_gather(x @ p["k"], mesh, "context", dim=1)
+        seen = torch.arange(k.shape[1]) <= torch.arange(first, first + x.shape[1])[:, None]
+        y = torch.nn.functional.scaled_dot_product_attention(x, k * scale, k, attn_mask=seen)
+        return fshard.Mean(y.square().sum(), y.numel())
+
+    return loss
+
+
+@pytest.mark.parametrize("cuts", [True, False])
+def test_axes_that_split_no_leaf(cuts: bool) -> None:
+    """Context parallelism, of which no leaf tells the axis, could not be compared."""
+    how: dict[str, Any] = {"axes": "context"} if cuts else {"data": {"shard": 0, "context": 1}}
+    x, params = torch.randn(6, 12, 4), {"k": torch.randn(4, 4)}
+    same_loss(lambda mesh: context(mesh, cuts), context(None, cuts), params, x, leaves={}, **how)
+    with pytest.raises(AssertionError, match=r"'context': .*the loss: expected .* at .*k \* scale"):
+        same_loss(lambda mesh: context(mesh, cuts, 1.1), context(None, cuts), params, x, leaves={}, **how)
+
+
 def test_axes_have_unlike_sizes() -> None:
     """A size that is taken for another would be right on a square mesh alone."""
 
@@ -166,7 +211,17 @@ def test_small_losses_are_compared_too() -> None:
         same_loss(make, make(None), whole(), torch.randn(6, 4), leaves=SPLIT)
 
 
-@pytest.mark.parametrize("wrong", [{"leaves": {}}, {"sizes": ()}, {"sizes": (1,)}, {"rtol": torch.inf}, {"rtol": 0.0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"leaves": {}},
+        {"leaves": lambda mesh: SPLIT},
+        {"sizes": ()},
+        {"sizes": (1,)},
+        {"rtol": torch.inf},
+        {"rtol": 0.0},
+    ],
+)
 def test_nothing_to_compare_is_an_error(wrong: dict[str, Any]) -> None:
     """A call that compares nothing would pass."""
     with pytest.raises(ValueError, match="same_loss: "):

@@ -1,12 +1,14 @@
 """What ranks send for split leaves, in bytes: activations along the axis of the split, leaves along the other one."""
 
+import re
 from collections import Counter
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from support.split_models import MODELS, WORDS, drawn, page
+from support.split_models import MODELS, PAGE, WORDS, drawn, page
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fshard
@@ -112,3 +114,29 @@ def test_experts_send_each_row_there_and_back(e: int) -> None:
         rows = experts * LENGTH * (e - 1) // e  # those of other ranks' experts
         assert counter["expert", "rows", "all_to_all"] == 4 * rows * WIDTH * BYTES  # there, back, and gradients of both
         assert counter["expert", "counts", "all_to_all"] == 8 * experts * (e - 1) // e
+
+
+def kept(attend: Any, ranks: int = 2, words: int = 256) -> float:
+    """What the graph of one attention keeps, in units of one rank's q."""
+
+    def of_a_rank(mesh: Any) -> float:
+        q, k, v = (drawn(i)(1, 4, words // ranks, 16).requires_grad_() for i in range(3))
+        storages = dict[int, int]()
+
+        def noted(x: Tensor) -> Tensor:
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(noted, lambda x: x):
+            y = attend(q, k, v, mesh)
+        y.sum().backward()
+        return sum(storages.values()) / q.nbytes
+
+    return max(World(axes={"context": ranks}).run(of_a_rank))
+
+
+@pytest.mark.parametrize("name", ["ring", "ring_again", "gathered", "by_heads"])
+def test_what_attention_keeps(name: str) -> None:
+    """The page would promise other memory."""
+    (told,) = re.findall(rf"^\| `{name}` \| ([\d.]+)", PAGE.read_text(), re.MULTILINE)
+    assert round(kept(getattr(page(), name)), 1) == float(told)

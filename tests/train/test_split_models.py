@@ -134,12 +134,13 @@ def test_experts_that_get_any_number_of_rows_are_refused(way: str, words: str) -
         World(axes={"shard": 1, "expert": 2}).run(trained, MODELS["experts"], "sgd", way, 5)
 
 
-ALONE = ("sequence, tied, again", "dropout, again", "experts without rows")
+ALONE = ("sequence, tied, again", "dropout, again", "experts without rows", "ring, again", "stages")
 
 
 def of_processes(mesh: Any) -> Any:
     """Results of this rank of four processes, whose mesh gets the axes of the models."""
-    meshes = {axis: init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", axis)) for axis in ("tensor", "expert")}
+    axes = {MODELS[name].axis: None for name in ALONE}
+    meshes = {axis: init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", axis)) for axis in axes}
     return {name: trained(meshes[MODELS[name].axis], MODELS[name], "muon", "clip", 14) for name in ALONE}
 
 

@@ -1,4 +1,4 @@
-"""A training run on two hosts of which one is killed or cut off again and again: `make bench-elastic`.
+"""A training run on two hosts of which one is killed or cut off again and again: `make bench-restarts`.
 
 A host is a network namespace, with a torchrun and its ranks. A third namespace has the store in which the hosts meet,
 and a bridge that connects all three. At random moments a random rank is killed, or a random host is cut off: its link

@@ -1,0 +1,138 @@
+"""The processes of a run meet in a store, and agree on the members of each round.
+
+Note [Rounds]
+    A run goes on in rounds; a round has a number, and its members in the order of their ranks. A process enters the
+    next round by a word in the store. The round is decided once all members of the last round have entered, or are
+    gone: the system of a host closes the port of a process as the process ends, so a knock is refused at once. A host
+    without an answer costs `patience`. One `compare_set` decides. A process that is late enters the round after it.
+
+    The last round is read from the store, because a newcomer remembers none, and would decide a round alone.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from ..core.arguments import check_positive
+
+_LOOK = 0.01  # seconds between two looks into the store
+_PAUSE = 0.1  # the same, of a spare
+
+
+class Round(NamedTuple):
+    """The members of a round, in the order of their ranks."""
+
+    number: int
+    members: Sequence[int]
+
+
+NO_ROUND = Round(0, ())
+
+
+class Meeting:
+    """The place where the processes of a run meet.
+
+    - `store`: a store that outlives every process of the run: a `TCPStore` in a process of its own, say.
+    - `address`: this host's address, for knocks of the other processes.
+    - `patience`: seconds to wait for a process on a host that does not answer.
+
+    >>> meeting = Meeting(dist.HashStore())
+    >>> meeting.enter(least=1)
+    Round(number=1, members=[1])
+    """
+
+    def __init__(self, store: dist.Store, address: str = "127.0.0.1", patience: float = 10.0):
+        check_positive("Meeting: patience", patience)
+        self.store, self.patience = dist.PrefixStore("fshard", store), patience
+        self._door = socket.create_server((address, 0), backlog=512)
+        self._door.setblocking(False)
+        weakref.finalize(self, self._door.close)
+        self.me = int(self.store.add("processes", 1))
+        self.store.set(f"door/{self.me}", json.dumps([address, self._door.getsockname()[1]]))
+
+    def last_round(self) -> Round:
+        """Return the last decided round; number 0, without members, before the first."""
+        number = int(self._read("round") or 0)  # of the last round, or of one before it
+        while self.store.check([f"members/{number + 1}"]):
+            number += 1
+        return Round(number, json.loads(self._read(f"members/{number}") or "[]"))
+
+    def enter(self, least: int) -> Round | None:
+        """Enter the next round, of `least` members at least, and wait for its members; None if the run is over."""
+        while not self.is_over():
+            last = self.last_round()
+            self.store.append(f"entered/{last.number + 1}", f"{self.me} ")  # type: ignore[attr-defined]  # stubs lack it
+            self._decide(last, least)
+            if self.me in (decided := self.last_round()).members:
+                return decided
+        return None
+
+    def entered(self, number: int) -> list[int]:
+        """Return the processes that have entered a round, the first to come first."""
+        return [*dict.fromkeys(int(word) for word in self._read(f"entered/{number}").split())]
+
+    def alive(self) -> list[int]:
+        """Return all processes of the run that are not gone."""
+        return [x for x in range(1, int(self.store.add("processes", 0)) + 1) if not self._is_gone(x)]
+
+    def end(self) -> None:
+        """End the run for all processes."""
+        self.store.set("over", "yes")
+
+    def is_over(self) -> bool:
+        return bool(self._read("over"))
+
+    def note_state(self) -> None:
+        """Note that all ranks have held a state of this run: from now on none may start anew."""
+        self.store.set("state", "yes")
+
+    def had_state(self) -> bool:
+        return bool(self._read("state"))
+
+    def wait(self, round: Round, trains: Sequence[int]) -> bool:
+        """Wait, as a spare, until the next round begins or those that train are gone; True if the run is over."""
+        while not self.is_over() and not self.entered(round.number + 1) and not all(map(self._is_gone, trains)):
+            self._open_door()
+            time.sleep(_PAUSE)
+        return self.is_over()
+
+    def _read(self, key: str) -> str:
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
+    def _decide(self, last: Round, least: int) -> None:
+        """Wait until the round after `last` is decided; decide it if nobody else does."""
+        number, until = last.number + 1, time.monotonic() + self.patience
+        while self.last_round().number < number and not self.is_over():
+            self._open_door()
+            entered = self.entered(number)
+            late = [x for x in last.members if x not in entered and not self._is_gone(x)]
+            if len(entered) >= least and (not late or time.monotonic() > until):
+                order = [x for x in last.members if x in entered] + [x for x in entered if x not in last.members]
+                self.store.compare_set(f"members/{number}", "", json.dumps(order))
+                self.store.set("round", str(number))
+            else:
+                time.sleep(_LOOK)
+
+    def _open_door(self) -> None:
+        """Accept the knocks, so that the queue of the door is never full."""
+        with suppress(BlockingIOError):
+            while True:
+                self._door.accept()[0].close()
+
+    def _is_gone(self, process: int) -> bool:
+        address, port = json.loads(self._read(f"door/{process}") or '["", 0]')
+        try:
+            socket.create_connection((address, port), timeout=1.0).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:  # no answer: the host may be slow
+            return False
+        return False
