@@ -12,6 +12,7 @@ from support.parallel_models import (
     MODELS,
     WHOLE_EXPERTS,
     WIDTH,
+    Gated,
     Model,
     Sparse,
     Words,
@@ -249,7 +250,7 @@ def test_a_wrong_plan_is_found() -> None:
 
     def compare(style: str) -> None:
         styles = {"**.gate_up": style, "**.down": "rowwise"}
-        apply, params, buffers = functionalize(MODELS["packed"].module(), parallel=styles)
+        apply, params, buffers = functionalize(Model(lambda: Words(Gated(6)), styles).module(), parallel=styles)
         loss = loss_of(apply, buffers)
         same_loss(lambda mesh: loss, loss, params, words(3), leaves=apply.split, axes="tensor")
 
