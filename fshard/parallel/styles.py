@@ -85,6 +85,9 @@ def _around_adapters(path: str, part: nn.Module, name: str) -> dict[str, str]:
     """Return styles in a layer with LoRA (PEFT): the base layer, and the adapters' matrix with the same split dim."""
     if not hasattr(part, "base_layer"):
         return {}
+    for inside, _ in part.named_parameters():
+        if not inside.startswith(("base_layer.", "lora_A.", "lora_B.", "lora_embedding_")):
+            raise TypeError(f"parallel: {path!r}: expected LoRA's two matrices around it, got {inside!r}")
     inner = "lora_B" if STYLES[name].dim == -2 else "lora_A"
     adapters = getattr(part, inner, {})
     return {path: "replicate", f"{path}.base_layer": name, **{f"{path}.{inner}.{key}": name for key in adapters}}

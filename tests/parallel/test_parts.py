@@ -256,3 +256,40 @@ def test_a_wrong_plan_is_found() -> None:
 
     compare("packed_colwise")
     says(lambda: compare("colwise"), AssertionError, "same_loss: {'tensor': 2}")
+
+
+class Adapted(nn.Module):
+    """A layer with matrices around it, as PEFT makes them."""
+
+    def __init__(self, base: nn.Linear, magnitudes: bool = False):
+        super().__init__()
+        self.base_layer, kinds = base, ("first", "second")
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.lora_A = nn.ModuleDict({kind: nn.Linear(base.in_features, 2, bias=False) for kind in kinds})
+        self.lora_B = nn.ModuleDict({kind: nn.Linear(2, base.out_features, bias=False) for kind in kinds})
+        if magnitudes:
+            self.lora_magnitude_vector = nn.Parameter(torch.ones(base.out_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + sum(self.lora_B[kind](self.lora_A[kind](x)) for kind in self.lora_A)
+
+
+def with_adapters(magnitudes: bool = False) -> nn.Module:
+    """Two layers with adapters."""
+    module = mlp()
+    for name in ("up", "down"):
+        setattr(module, name, Adapted(getattr(module, name), magnitudes))
+    return module.double()
+
+
+def test_adapters() -> None:
+    """Of two matrices around a layer one has its split dim; other adapters compute with the whole layer."""
+    values, plain = split_value(STYLES, with_adapters())
+    for value in values:
+        torch.testing.assert_close(value, plain, rtol=1e-12, atol=0)
+    apply, *_ = functionalize(with_adapters(), parallel=STYLES)
+    parts = {"up.base_layer.weight", "up.base_layer.bias", "down.base_layer.weight"}
+    parts |= {f"{name}.{kind}.weight" for name in ("up.lora_B", "down.lora_A") for kind in ("first", "second")}
+    assert {*apply.split(fshard.AbstractMesh(tensor=2))} == parts
+    other = lambda: functionalize(with_adapters(True), parallel=STYLES)  # noqa: E731
+    says(other, TypeError, "'up'", "LoRA's two matrices", "'lora_magnitude_vector'")
