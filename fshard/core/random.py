@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .func_levels import aside
 from .tracing import Args, Kwargs, Operator, assigned, define, is_tracing, lead
 from .tree import Tree
 
@@ -260,14 +261,16 @@ def forked(rank: int, device: torch.device) -> Iterator[None]:
         back = bookmark(device)
         draws.go_on(inside)
     else:
-        states = {
-            g: fork_state(g.get_state(), rank, g.device) for g in {torch.default_generator, _default_generator(device)}
-        }
-        for generator, (_, after) in states.items():
-            generator.set_state(after)
-        back = bookmark(device)
-        for generator, (inside, _) in states.items():
-            generator.set_state(inside)
+        with aside():  # a transform would wrap the states
+            states = {
+                g: fork_state(g.get_state(), rank, g.device)
+                for g in {torch.default_generator, _default_generator(device)}
+            }
+            for generator, (_, after) in states.items():
+                generator.set_state(after)
+            back = bookmark(device)
+            for generator, (inside, _) in states.items():
+                generator.set_state(inside)
     try:
         yield
     finally:

@@ -15,6 +15,7 @@ from ..core import func_levels, tree
 from ..core.lazy import Branch
 from ..core.tracing import is_tracing
 from ..core.tree import Tree
+from ..parallel.parallel import Parallel
 from .batch_norm import BATCH_NORMS, average, synchronise
 from .casts import Casts, cast_around, cast_paths, casts_of
 from .checks import check_graph, check_memory, check_references, check_uncached, is_compiled
@@ -44,6 +45,7 @@ class Copies:
         params: Mapping[str, Tensor],
         calls: Calls,
         sync_batch_norm: bool,
+        parallel: Mapping[str, str] | None = None,
     ):
         check_memory(module, stands)
         # by mode, since calls in two modes may run at once; True: each submodule's mode in `functionalize`
@@ -59,6 +61,7 @@ class Copies:
         self._calls = calls
         self._dtypes = [x.dtype for x in params.values()]
         self._synchronised = BATCH_NORMS if sync_batch_norm else nn.SyncBatchNorm
+        self.parallel = None if parallel is None else Parallel(self.skeleton, params, parallel)
         self._casts: dict[object, Casts] = {}  # by dtypes and paths
         self._of_thread = threading.local()
 
@@ -70,6 +73,8 @@ class Copies:
         if self._parametrized:
             check_uncached(self._calls.name)
         casts = self._casts_of(call)
+        if self.parallel is not None:
+            call.along = self.parallel.along(call.params.homes(), call.params.shape)
         if is_tracing() or self._forgets[training]:
             return self._made(training, casts)
         copies: dict[tuple[bool, Casts], nn.Module] = vars(self._of_thread).setdefault("copies", {})
@@ -95,6 +100,8 @@ class Copies:
                 synchronise(part, path, self._calls)
             if isinstance(part, BATCH_NORMS) and is_tracing():
                 average(part)
+        if self.parallel is not None:
+            self.parallel.install(made, self._calls.current)
         for path, dtype, around in casts:
             cast_around(made.get_submodule(path), dtype, around)
         for part in made.modules():

@@ -32,6 +32,7 @@ from ..core.lazy import Branch
 from ..core.storage import writes
 from ..core.tracing import assigned
 from ..core.tree import Tree
+from ..parallel.along import Alongs
 from ..sharding.access import placed
 from .leaves import Leaves
 
@@ -45,11 +46,12 @@ class ModuleCall:
     def __init__(self, params: Leaves, buffers: Sequence[Tensor]):
         self.params = params
         self.buffers = buffers
+        self.along: Alongs = {}
         self.put: dict[tuple[int, str], tuple[Any, Tensor]] = {}  # assigned (member, tensor) by (id of `Slots`, name)
         self._copies: dict[object, Tensor] = {}  # copies of buffers, made when first read
         self._after: dict[object, Tensor] = {}  # buffers assigned in the forward, set when it ends
         self._touching = set[CodeType]()  # code that touched buffers in the forward
-        self._returned = False
+        self.returned = False
         self._nodes = (0, 0)  # the call's range of node numbers
         self.thread = get_ident()  # the forward's thread; once a backward begins, the backward's
 
@@ -73,7 +75,7 @@ class ModuleCall:
     def _is_hook(self) -> bool:
         """See Note [Hooks of a backward]."""
         code = _touching_code()
-        if not self._returned:
+        if not self.returned:
             self._touching.add(code)
         return code not in self._touching
 
@@ -96,7 +98,7 @@ class ModuleCall:
         kept = [self._copies.get(number, old) for number, old in zip(ties, self.buffers, strict=True)]
         self.buffers = [replaced.get(number, x) for number, x in enumerate(kept)]
         self._after = {where: value for where, (place, value) in self.put.items() if place.is_buffer}
-        self.put, self._copies, self._returned = {}, {}, True
+        self.put, self._copies, self.returned = {}, {}, True
         return list(self.buffers)
 
     def replaced(self) -> list[str]:

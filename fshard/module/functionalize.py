@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..comm.mesh import AnyMesh
 from ..core import tree
 from ..core.arguments import check_flags, expect, wrong
 from ..core.losses import running
@@ -186,6 +187,21 @@ class ModuleFunction:
         which, made = cast if isinstance(cast, list | tuple) else [cast], policy_for(self._skeleton, policy)
         return replace(made, cast_at=(*made.cast_at, *self.units(*which)))
 
+    def split(self, mesh: AnyMesh, axis: str = "tensor", experts: str | None = None) -> dict[str, tuple[str, int, int]]:
+        """Return (axis, dim, blocks) of leaves split by styles (`functionalize(parallel=)`), for `make_plan(split=)`.
+
+        `experts`: another axis for whole experts (`grouped_gemm`). Attentions are split by whole heads: heads of keys
+        that do not divide stay whole; if query heads do not, all. ValueError if the mesh lacks an axis.
+
+        >>> import torch, fshard
+        >>> module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+        >>> apply, *_ = fshard.module.functionalize(module, parallel={"0": "colwise", "2": "rowwise"})
+        >>> apply.split(fshard.AbstractMesh(shard=2, tensor=2))
+        {'0.weight': ('tensor', 0, 1), '0.bias': ('tensor', 0, 1), '2.weight': ('tensor', 1, 1)}
+        """
+        parallel = self._copies.parallel
+        return {} if parallel is None else parallel.split(mesh, axis, experts)
+
     @property
     def frozen(self) -> list[str]:
         """The paths of the parameters that require no gradient, for `make_plan(frozen=)`."""
@@ -194,7 +210,7 @@ class ModuleFunction:
 
 
 def functionalize(
-    module: nn.Module, sync_batch_norm: bool = False
+    module: nn.Module, sync_batch_norm: bool = False, parallel: Mapping[str, str] | None = None
 ) -> tuple[ModuleFunction, dict[str, Any], dict[str, Any]]:
     """`(apply, params, buffers)`: a module as a function, and its parameters and buffers as nested dicts.
 
@@ -205,7 +221,11 @@ def functionalize(
     With `sync_batch_norm`, batch norms take mean and variance over all ranks of the parameters' mesh;
     torch.nn.SyncBatchNorm always does so.
 
-    TypeError if `module` is not a module, or cannot be copied; ValueError for lazy modules that never ran.
+    `parallel` maps patterns of submodules or parameters to styles, as transformers' `model.tp_plan`; the last pattern
+    counts. A style acts in calls with a plan that splits leaves of its submodule (`apply.split`).
+
+    TypeError if `module` is not a module, or cannot be copied, or is of another kind than its style; ValueError for
+    lazy modules that never ran, unknown styles, and parts without a style.
 
     >>> import torch, fshard
     >>> apply, params, buffers = fshard.module.functionalize(torch.nn.Linear(2, 1))
@@ -224,6 +244,6 @@ def functionalize(
             raise ValueError(f"functionalize: {path!r} has no shape yet: run the module once")
     check_parameters(params)
     calls = Calls(type(module).__name__, ties(buffers))
-    copies = Copies(module, stands_for(params, buffers, calls), params, calls, sync_batch_norm)
+    copies = Copies(module, stands_for(params, buffers, calls), params, calls, sync_batch_norm, parallel)
     trees = nested(params), nested(buffers)
     return ModuleFunction(copies, True, calls, *(tree.flatten(x)[1] for x in trees)), *trees

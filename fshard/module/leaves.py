@@ -18,7 +18,7 @@ from ..core.losses import Home, Running, running
 from ..core.patterns import names_in
 from ..core.storage import writes
 from ..core.tree import Tree
-from ..plan.plan import Plan
+from ..plan.plan import Plan, Slot
 from ..plan.precision import Policy, Precision
 from ..sharding.access import At, ReadsTape, placed
 
@@ -164,13 +164,35 @@ class Leaves:
             elif isinstance(x, At):
                 yield name, [plan.paths[x.number]]
             else:
-                slots = [
-                    tape.slot_of(y) or tape.slot_at(y)
-                    for tape in self._tapes
-                    if tape.plan is plan
-                    for y in [unwrapped(x)]
-                ]
+                slots = [slot for home, slot in self._slots_of(x) if home is plan]
                 yield name, [path for path, n in zip(plan.paths, plan.leaves, strict=True) if plan.slots[n] in slots]
+
+    def _slots_of(self, x: Tensor) -> Iterator[tuple[Plan, Slot]]:
+        """Yield plan and slot of a leaf read before the call."""
+        y = unwrapped(x)
+        for tape in self._tapes if y.layout is torch.strided else ():  # sparse tensors have no storage
+            if slot := tape.slot_of(y) or tape.slot_at(y):
+                yield tape.plan, slot
+
+    def homes(self) -> list[tuple[Plan, Slot] | None]:
+        """Return plan and slot of each leaf; None for a tensor of no plan."""
+        homes, plan = [self._home(x) for x in self._given], self._plan
+        pairs = enumerate(zip(homes, self._sources, strict=True))
+        lost = [i for i, (home, x) in pairs if home is None and isinstance(x, Tensor) and not x.numel()]
+        at = self._place_read() if lost else ""  # empty leaves lie nowhere
+        if lost and plan is not None and (at or len(homes) == plan.spec.num_leaves):
+            slot_of = {path: plan.slots[n] for path, n in zip(plan.paths, plan.leaves, strict=True)}
+            for i, name in ((i, at + tree.leaf_paths(self._spec)[i]) for i in lost):
+                homes[i] = (plan, slot_of[name]) if name in slot_of else None
+        return homes
+
+    def _home(self, x: At | Tensor) -> tuple[Plan, Slot] | None:
+        if isinstance(x, At):
+            return x.tape.plan, x.tape.plan.slots[x.tape.plan.leaves[x.number]]
+        return next(self._slots_of(x), None)
+
+    def shape(self, number: int) -> tuple[int, ...]:
+        return tuple(self.like(number).shape)
 
     def _place_read(self) -> str:
         """The place of most leaves, with a dot; "" if no path ends with a leaf's name."""

@@ -1,0 +1,1 @@
+"""Modules split over the ranks of a mesh axis, by styles of their submodules."""
