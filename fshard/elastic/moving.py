@@ -13,7 +13,7 @@ import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -193,7 +193,7 @@ def _record(kept: Kept, with_forms: bool) -> Json:
     return [kept.key, [forms, dict(kept.values)] if with_forms else None, intervals]
 
 
-def _of_key(key: StateKey, records: Sequence[tuple[int, Any, list[tuple[int, int, int]]]]) -> Common:
+def _of_key(key: StateKey, records: Sequence[tuple[int, Json, list[tuple[int, int, int]]]]) -> Common:
     forms, values = next(head for _, head, _ in records if head is not None)
     by_leaf: list[list[tuple[int, int, int]]] = [[] for _ in forms]
     for rank, _, intervals in records:

@@ -11,9 +11,9 @@ Note [One root]
     lack a part. A loss inside another loss has its own root: for the inner loss the outer parameters are constants.
 
 Note [Expanded leaves]
-    `leaf.expand(n, ...)` is a view. Later operators, such as a matrix product, copy the view if n > 1, but not if n is
-    0 or 1. So ranks with different numbers of rows would save views of different units. An eager step then keeps all
-    units. Graphs cannot: each rank traces its graph alone. So in a graph an expanded leaf is a copy on all ranks.
+    Operators such as a matrix product copy the view `leaf.expand(n, ...)` if n > 1, but not for n of 0 or 1, and would
+    save views of other units on ranks with other numbers of rows. An eager step then keeps all units. A rank traces
+    alone: in a graph expanded leaves are copies.
 """
 
 from __future__ import annotations
