@@ -52,7 +52,7 @@ def train(mesh: Any, member: elastic.RunMember) -> None:
         if (member.round.number, rank, number) == (1, 1, KILLED_AT):
             os.kill(os.getpid(), signal.SIGKILL)
         if (rank, number) == (0, COMES_AT) and ranks == 2:  # the example shall not end before
-            member.meeting.store.wait([f"entered/{member.round.number + 1}"])
+            member.meeting.store.wait([f"entered/{member.round.number + 1}/1"])
         member.keep(state, number + 1)
     if rank == 0:
         print(f"{STEPS} steps, loss {float(metrics['loss']):.4f}", flush=True)

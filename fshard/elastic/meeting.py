@@ -68,7 +68,8 @@ class Meeting:
         """Enter the next round, of `least` members at least, and wait for its members; None if the run is over."""
         while not self.is_over():
             last = self.last_round()
-            self.store.append(f"entered/{last.number + 1}", f"{self.me} ")  # type: ignore[attr-defined]  # stubs lack it
+            place = self.store.add(f"entering/{last.number + 1}", 1)
+            self.store.set(f"entered/{last.number + 1}/{place}", str(self.me))
             self._decide(last, least)
             if self.me in (decided := self.last_round()).members:
                 return decided
@@ -76,7 +77,8 @@ class Meeting:
 
     def entered(self, number: int) -> list[int]:
         """Return the processes in a round, decided or not, in the order of their coming."""
-        return [*dict.fromkeys(int(word) for word in self._read(f"entered/{number}").split())]
+        places = range(1, int(self.store.add(f"entering/{number}", 0)) + 1)
+        return [int(text) for place in places if (text := self._read(f"entered/{number}/{place}"))]
 
     def alive(self) -> list[int]:
         """Return all living processes of the run."""

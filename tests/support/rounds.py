@@ -77,7 +77,7 @@ def process(mesh: Any, port: int, run: Run) -> bytes | None:
             die(member, rank, k, PLACES[2])
             if run.comes_at == k and member.round.number == 1:
                 store.set("come", "")
-                meeting.store.wait(["entered/2"])
+                meeting.store.wait(["entered/2/1"])
             member.keep({"train": state, **NOTE}, k + 1)
             die(member, rank, k, PLACES[3])
         return whole(state)
