@@ -66,11 +66,11 @@ class Meeting:
         return Round(number, json.loads(self._read(f"members/{number}") or "[]"))
 
     def enter(self, least: int) -> Round | None:
-        """Enter the next round, of `least` members at least, and wait for its members; None if the run is over."""
+        """Enter the next round, and wait for its members; None if the run is over. The first has `least` at least."""
         while not self.is_over():
             last = self.last_round()
             self.store.append(f"entered/{last.number + 1}", f"{self.me} ")  # type: ignore[attr-defined]  # stubs lack it
-            self._decide(last, least)
+            self._decide(last, 1 if last.number else least)
             if self.me in (decided := self.last_round()).members:
                 return decided
         return None
@@ -91,13 +91,13 @@ class Meeting:
         """Return True if the run has ended."""
         return bool(self._read("over"))
 
-    def note_state(self) -> None:
-        """Note that all ranks have held a state of this run: from now on none may start anew."""
-        self.store.set("state", "yes")
+    def note_state(self, number: int) -> None:
+        """Note that all ranks of a round have held a state: states of rounds before it are old."""
+        self.store.set(f"state/{number}", "yes")
 
-    def had_state(self) -> bool:
-        """Return True if all ranks of a round have ever held a state."""
-        return bool(self._read("state"))
+    def last_with_state(self, before: int) -> int:
+        """Return the number of the last round before a round in which all ranks have held a state; 0 if none."""
+        return next((number for number in range(before - 1, 0, -1) if self._read(f"state/{number}")), 0)
 
     def wait(self, round: Round, trains: Sequence[int]) -> bool:
         """Wait, as a spare, until the next round begins or those that train are gone; True if the run is over."""
@@ -116,8 +116,10 @@ class Meeting:
             self._open_door()
             entered = self.entered(number)
             late = [x for x in last.members if x not in entered and not self._is_gone(x)]
-            if len(entered) >= least and (not late or time.monotonic() > until):
-                order = [x for x in last.members if x in entered] + [x for x in entered if x not in last.members]
+            may_begin = len(entered) >= least and (not late or time.monotonic() > until)
+            here = [x for x in entered if not self._is_gone(x)] if may_begin else []  # some may have died since
+            if len(here) >= least:
+                order = [x for x in last.members if x in here] + [x for x in here if x not in last.members]
                 self.store.compare_set(f"members/{number}", "", json.dumps(order))
                 self.store.set("round", str(number))
             else:

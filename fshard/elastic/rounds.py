@@ -83,14 +83,20 @@ class RunMember:
             self.held[:] = [kept for kept in self.held if kept.key == key]
         self._hold(state, step)
         consensus.any_rank(torch.zeros((), dtype=torch.uint8), self.mesh)  # all ranks hold it, or a rank is lost
-        self.meeting.note_state()
+        self.meeting.note_state(self.round.number)
         return state, step
 
     def keep(self, state: Tree, step: int) -> None:
         """Hold a state, `step` steps after the beginning, and the one before; all ranks must call this.
 
-        If processes wait, `run` ends this call of `train`, and calls it again with the new ranks.
+        If processes wait, `run` ends this call of `train`, and calls it again with the new ranks. ValueError if `step`
+        is not larger than the last one, or `start` was not called in this round.
         """
+        number, last = self.held[-1].key if self.held else (0, 0)
+        if number != self.round.number:
+            raise ValueError(f"member.keep: step={step}: call member.start first, in each round")
+        if step <= last:  # two states of one step would be mixed, and the larger step taken for the last
+            raise ValueError(f"member.keep: step={step}: expected more than {last}, the last step")
         self._hold(state, step)
         waiting = rank_in(self.mesh) == 0 and bool(self.meeting.entered(self.round.number + 1))
         if consensus.any_rank(torch.tensor(waiting, dtype=torch.uint8), self.mesh):
@@ -103,10 +109,15 @@ class RunMember:
                 self._moved(None)
 
     def _last_whole(self) -> StateKey | None:
-        key = last_whole(self.held, self.everyone)
-        had = torch.tensor(key is None and self.meeting.had_state(), dtype=torch.uint8)
-        if consensus.any_rank(had, self.everyone):
-            raise LostError("elastic: all processes that held a state are gone")
+        key, why = None, "elastic: all processes that held the last state are gone"
+        try:
+            key = last_whole(self.held, self.everyone)
+        except LostError as error:
+            why = str(error)
+        begun = self.meeting.last_with_state(self.round.number)
+        is_old = torch.tensor((0 if key is None else key[0]) < begun, dtype=torch.uint8)
+        if consensus.any_rank(is_old, self.everyone):
+            raise LostError(why if key is None else f"{why}; the state of step {key[1]} (round {key[0]}) is older")
         return key
 
     def _moved(self, like: Tree) -> Tree:
@@ -161,22 +172,27 @@ def run(
     check_whole("elastic.run: first", first, 1, what="a number of processes")
     check_positive("elastic.run: timeout", timeout)
     member, failed, lost_at = RunMember(meeting, distance), None, None
-    while (round := meeting.enter(first if meeting.last_round().number == 0 else 1)) is not None:
+    failure: Exception | None = None
+    while (round := meeting.enter(first)) is not None:
         try:
             with _connected_round(member, round, use, device, backend, timeout):
                 return _play(train, member)
         except _Rejoin:
+            failure = None
             continue
         except LostError:
             lost_at = lost_at or time.monotonic()
             outside = set(meeting.alive()) - set(round.members)
             if not outside or time.monotonic() > lost_at + timeout + meeting.patience:
                 raise
-        except (RuntimeError, ConnectionError):
+        except (RuntimeError, ConnectionError) as error:
+            failure = error
             reached = (round.members, [kept.key[1] for kept in member.held][-1:])
             if failed == reached:
                 raise
             failed = reached
+    if failure is not None and member.round == meeting.last_round():  # the others have ended without this process
+        raise failure
     return None
 
 
@@ -188,8 +204,11 @@ def _play(train: Callable[[AnyMesh, RunMember], T], member: RunMember) -> T | No
             raise _Rejoin
         return None
     result = train(member.mesh, member)
-    with suppress(RuntimeError):  # a rank that leaves first would seem to be lost
+    try:
         consensus.any_rank(torch.zeros((), dtype=torch.uint8), member.mesh)
+    except RuntimeError:
+        if not meeting.is_over():  # else another rank has ended the run, and left first
+            raise
     meeting.end()
     return result
 
@@ -205,6 +224,8 @@ def _connected_round(
     try:
         used = use(size)
         axes = {"shard": used} if isinstance(used, int) else used
+        if not 0 < math.prod(axes.values()) <= size:
+            raise ValueError(f"elastic.run: use({size}) returned {used!r}: expected 1 to {size} ranks")
         member.round, member.trains = round, round.members[: math.prod(axes.values())]
         member.everyone, active = _mesh_of_round(device, {"all": size}), _mesh_of_round(device, axes)
         member.mesh = None if active.get_coordinate() is None else active
