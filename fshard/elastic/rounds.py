@@ -8,7 +8,8 @@ Note [What a process lets go]
 
 Note [Lost or not yet here]
     Where elements are gone with their ranks, a process outside of the round may hold them: it still waits for a rank
-    that is gone, and enters the next round. So `run` raises LostError only if all that live are in the round.
+    that is gone, and enters the next round. So ranks raise LostError, or go on from a checkpoint, only if all that live
+    are in the round, or after a time.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class _Rejoin(Exception):
 class RunMember:
     """A process of a run, as `train` gets it from `run`.
 
-    - `meeting`, `distance`: the arguments of `run`.
+    - `meeting`, `distance`, `timeout`: the arguments of `run`.
     - Attributes: `round`, its `number` and `members`; `held`, the last two states.
 
     >>> def train(mesh, member):
@@ -58,8 +59,10 @@ class RunMember:
     (1, 2)
     """
 
-    def __init__(self, meeting: Meeting, distance: int = 1):
-        self.meeting, self.distance, self.round = meeting, distance, NO_ROUND
+    def __init__(self, meeting: Meeting, distance: int = 1, timeout: float = 60.0):
+        self.meeting, self.distance, self.timeout, self.round = meeting, distance, timeout, NO_ROUND
+        self.lost_at: float | None = None  # when elements were first missing
+        self.awaits = False  # True if a process outside of the round may hold the missing elements
         self.held: list[Kept] = []
         self.trains: Sequence[int] = ()  # members of the round that train
         self.everyone: AnyMesh = None  # spares, too
@@ -76,6 +79,9 @@ class RunMember:
         try:
             key = self._last_whole()
         except LostError as error:
+            self.awaits = self._may_come()
+            if self.awaits:
+                raise
             state, step = self._restored(like, dir, str(error))
             self.held.clear()
         else:
@@ -84,6 +90,7 @@ class RunMember:
         self._hold(state, step)
         consensus.any_rank(torch.zeros((), dtype=torch.uint8), self.mesh)  # all ranks hold it, or a rank is lost
         self.meeting.note_state(self.round.number)
+        self.lost_at, self.awaits = None, False
         return state, step
 
     def keep(self, state: Tree, step: int) -> None:
@@ -119,6 +126,14 @@ class RunMember:
         if consensus.any_rank(is_old, self.everyone):
             raise LostError(why if key is None else f"{why}; the state of step {key[1]} (round {key[0]}) is older")
         return key
+
+    def _may_come(self) -> bool:
+        """Return True on all ranks if a process outside of the round lives, for a time."""
+        now = time.monotonic()
+        self.lost_at = now if self.lost_at is None else self.lost_at
+        may = now <= self.lost_at + self.timeout + self.meeting.patience and rank_in(self.mesh) == 0
+        outside = set(self.meeting.alive()) - set(self.round.members) if may else ()
+        return bool(consensus.any_rank(torch.tensor(bool(outside), dtype=torch.uint8), self.mesh))
 
     def _moved(self, like: Tree) -> Tree:
         return move(self.held, like, mesh=self.everyone)
@@ -171,7 +186,7 @@ def run(
     """
     check_whole("elastic.run: first", first, 1, what="a number of processes")
     check_positive("elastic.run: timeout", timeout)
-    member, failed, lost_at = RunMember(meeting, distance), None, None
+    member, failed = RunMember(meeting, distance, timeout), None
     failure: Exception | None = None
     while (round := meeting.enter(first)) is not None:
         try:
@@ -181,9 +196,7 @@ def run(
             failure = None
             continue
         except LostError:
-            lost_at = lost_at or time.monotonic()
-            outside = set(meeting.alive()) - set(round.members)
-            if not outside or time.monotonic() > lost_at + timeout + meeting.patience:
+            if not member.awaits:
                 raise
         except (RuntimeError, ConnectionError) as error:
             failure = error

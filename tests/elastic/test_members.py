@@ -13,9 +13,9 @@ from fshard.elastic.meeting import Round
 from fshard.testing import World
 
 
-def member_in(number: int, *held: elastic.Kept) -> elastic.RunMember:
+def member_in(number: int, *held: elastic.Kept, store: dist.Store | None = None) -> elastic.RunMember:
     """A process that is alone in a round."""
-    member = elastic.RunMember(elastic.Meeting(dist.HashStore()))
+    member = elastic.RunMember(elastic.Meeting(store or dist.HashStore()))
     member.round = Round(number, [member.meeting.me])
     member.held[:] = held
     return member
@@ -48,6 +48,29 @@ def test_a_state_of_a_round_before_the_last(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match=r"is older\. The ranks go on from step 9"):
             state, step = member.start(like, tmp_path)
         assert (state["w"].tolist(), step) == ([7.0, 7.0], 9)
+
+
+def test_a_process_outside_may_hold_what_is_gone(tmp_path: Path) -> None:
+    """Ranks would go on from a checkpoint although a process that is late holds a later state, or wait for ever."""
+    kept = World(3).run(lambda mesh: elastic.keep(new_state(mesh, "zero3"), 5, round=1))
+    like = new_state(None, "zero3")
+    checkpoint.save(tmp_path, like, 4)
+    store = dist.HashStore()
+    member, outside = member_in(2, kept[0], store=store), elastic.Meeting(store)
+    member.meeting.note_state(1)
+    for _ in range(2):
+        with pytest.raises(elastic.LostError, match=r"of step 5 \(round 1\), no rank has"):
+            member.start(like, tmp_path)
+        assert member.awaits
+    assert member.lost_at is not None
+    member.lost_at -= member.timeout + member.meeting.patience + 1
+    with pytest.warns(UserWarning, match="The ranks go on from step 4"):
+        assert member.start(like, tmp_path)[1] == 4
+    assert (member.awaits, member.lost_at) == (False, None)
+    member.held[:] = [kept[0]]
+    del outside
+    with pytest.warns(UserWarning, match="The ranks go on from step 4"):
+        member.start(like, tmp_path)
 
 
 def test_steps_only_grow() -> None:
