@@ -4,7 +4,9 @@ Note [Rounds]
     A run goes on in rounds; a round has a number, and its members in the order of their ranks. A process enters the
     next round by a word in the store. The round is decided once all members of the last round have entered, or are
     gone: the system of a host closes the port of a process as the process ends, so a knock is refused at once. A host
-    without an answer costs `patience`. One `compare_set` decides. A process that is late enters the round after it.
+    without an answer costs `patience`, and so does a member that answers, from the first member to enter on: before,
+    members only train for long, and newcomers wait. One `compare_set` decides. A process that is late enters the round
+    after it.
 
     The last round is read from the store, because a newcomer remembers none, and would decide a round alone.
 """
@@ -12,6 +14,7 @@ Note [Rounds]
 from __future__ import annotations
 
 import json
+import math
 import socket
 import time
 import weakref
@@ -100,8 +103,10 @@ class Meeting:
         return next((number for number in range(before - 1, 0, -1) if self._read(f"state/{number}")), 0)
 
     def wait(self, round: Round, trains: Sequence[int]) -> bool:
-        """Wait, as a spare, until the next round begins or those that train are gone; True if the run is over."""
-        while not self.is_over() and not self.entered(round.number + 1) and not all(map(self._is_gone, trains)):
+        """Wait, as a spare, until one that trains enters the next round, or they are gone; True if the run is over."""
+        while not self.is_over() and {*trains}.isdisjoint(self.entered(round.number + 1)):
+            if all(map(self._is_gone, trains)):
+                break
             self._open_door()
             time.sleep(_PAUSE)
         return self.is_over()
@@ -111,11 +116,14 @@ class Meeting:
 
     def _decide(self, last: Round, least: int) -> None:
         """Wait until the round after `last` is decided; decide it if nobody else does."""
-        number, until = last.number + 1, time.monotonic() + self.patience
+        number, until = last.number + 1, math.inf
         while self.last_round().number < number and not self.is_over():
             self._open_door()
             entered = self.entered(number)
-            late = [x for x in last.members if x not in entered and not self._is_gone(x)]
+            knocks = {x: self._knock(x) for x in last.members if x not in entered}
+            late = [x for x, answers in knocks.items() if answers is not False]
+            if until == math.inf and (len(knocks) < len(last.members) or True not in knocks.values()):
+                until = time.monotonic() + self.patience
             may_begin = len(entered) >= least and (not late or time.monotonic() > until)
             here = [x for x in entered if not self._is_gone(x)] if may_begin else []  # some may have died since
             if len(here) >= least:
@@ -132,11 +140,15 @@ class Meeting:
                 self._door.accept()[0].close()
 
     def _is_gone(self, process: int) -> bool:
+        return self._knock(process) is False
+
+    def _knock(self, process: int) -> bool | None:
+        """Return True if a process answers, False if it has ended; None without an answer: the host may be slow."""
         address, port = json.loads(self._read(f"door/{process}") or '["", 0]')
         try:
             socket.create_connection((address, port), timeout=1.0).close()
         except ConnectionRefusedError:
-            return True
-        except OSError:  # no answer: the host may be slow
             return False
-        return False
+        except OSError:
+            return None
+        return True

@@ -114,3 +114,20 @@ def test_all_of_the_first_round_are_gone() -> None:
     store = dist.HashStore()
     assert elastic.Meeting(store).enter(1) == Round(1, [1])
     assert elastic.Meeting(store).enter(3) == Round(2, [2])
+
+
+def test_a_newcomer_waits_for_members_that_train() -> None:
+    """A newcomer would begin a round alone when the others only take long for a step, and end or change their run."""
+    store = dist.HashStore()
+    trains, newcomer = (elastic.Meeting(store, patience=1e-9) for _ in range(2))
+    assert trains.enter(1) == Round(1, [1])
+    looks = []
+
+    def open_door() -> None:
+        looks.append(trains.last_round().number)
+        if len(looks) == 5:
+            trains.store.append("entered/2", "1 ")  # type: ignore[attr-defined]  # stubs lack it
+
+    newcomer._open_door = open_door  # type: ignore[method-assign]  # called once in each look
+    assert newcomer.enter(1) == Round(2, [1, 2])
+    assert looks == [1] * 5
