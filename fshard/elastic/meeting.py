@@ -3,14 +3,15 @@
 Note [Rounds]
     A round has a number, and members in the order of their ranks. A process enters the next round by a word in the
     store. One `compare_set` decides the round, once all members of the last round have entered or are gone. A host
-    closes a process's port as the process ends, so knocks are refused at once; a host without an answer costs
-    `patience`. Late processes enter the round after. The last round is read from the store: a newcomer remembers none,
-    and would decide a round alone.
+    closes a process's port as the process ends, so knocks are refused at once. Once a member has entered, others get
+    `patience`; before, members only train, and newcomers wait. Late processes enter the round after. The last round is
+    read from the store: a newcomer remembers none, and would decide a round alone.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import socket
 import time
 import weakref
@@ -65,12 +66,12 @@ class Meeting:
         return Round(number, json.loads(self._read(f"members/{number}") or "[]"))
 
     def enter(self, least: int) -> Round | None:
-        """Enter the next round, of `least` members at least, and wait for its members; None if the run is over."""
+        """Enter the next round, and wait for its members, `least` in the first; None if the run is over."""
         while not self.is_over():
             last = self.last_round()
             place = self.store.add(f"entering/{last.number + 1}", 1)
             self.store.set(f"entered/{last.number + 1}/{place}", str(self.me))
-            self._decide(last, least)
+            self._decide(last, 1 if last.number else least)
             if self.me in (decided := self.last_round()).members:
                 return decided
         return None
@@ -92,17 +93,19 @@ class Meeting:
         """Return True if the run has ended."""
         return bool(self._read("over"))
 
-    def note_state(self) -> None:
-        """Note a state held by all ranks: from now on none may start anew."""
-        self.store.set("state", "yes")
+    def note_state(self, number: int) -> None:
+        """Note a state held by all ranks of a round: states of earlier rounds are old."""
+        self.store.set(f"state/{number}", "yes")
 
-    def had_state(self) -> bool:
-        """Return True if all ranks of a round have ever held a state."""
-        return bool(self._read("state"))
+    def last_with_state(self, before: int) -> int:
+        """Return the last round before `before` with a state held by all ranks; 0 if none."""
+        return next((number for number in range(before - 1, 0, -1) if self._read(f"state/{number}")), 0)
 
     def wait(self, round: Round, trains: Sequence[int]) -> bool:
-        """Wait, as a spare, until the next round begins or the others are gone; return True if the run is over."""
-        while not self.is_over() and not self.entered(round.number + 1) and not all(map(self._is_gone, trains)):
+        """Wait, as a spare, until the others enter the next round or are gone; return True if the run is over."""
+        while not self.is_over() and {*trains}.isdisjoint(self.entered(round.number + 1)):
+            if all(map(self._is_gone, trains)):
+                break
             self._open_door()
             time.sleep(_PAUSE)
         return self.is_over()
@@ -112,13 +115,18 @@ class Meeting:
 
     def _decide(self, last: Round, least: int) -> None:
         """Wait until the round after `last` is decided; decide it if nobody else does."""
-        number, until = last.number + 1, time.monotonic() + self.patience
+        number, until = last.number + 1, math.inf
         while self.last_round().number < number and not self.is_over():
             self._open_door()
             entered = self.entered(number)
-            late = [x for x in last.members if x not in entered and not self._is_gone(x)]
-            if len(entered) >= least and (not late or time.monotonic() > until):
-                order = [x for x in last.members if x in entered] + [x for x in entered if x not in last.members]
+            knocks = {x: self._knock(x) for x in last.members if x not in entered}
+            late = [x for x, answers in knocks.items() if answers is not False]
+            if until == math.inf and (len(knocks) < len(last.members) or True not in knocks.values()):
+                until = time.monotonic() + self.patience
+            may_begin = len(entered) >= least and (not late or time.monotonic() > until)
+            here = [x for x in entered if not self._is_gone(x)] if may_begin else []  # some may have died since
+            if len(here) >= least:
+                order = [x for x in last.members if x in here] + [x for x in here if x not in last.members]
                 self.store.compare_set(f"members/{number}", "", json.dumps(order))
                 self.store.set("round", str(number))
             else:
@@ -131,11 +139,15 @@ class Meeting:
                 self._door.accept()[0].close()
 
     def _is_gone(self, process: int) -> bool:
+        return self._knock(process) is False
+
+    def _knock(self, process: int) -> bool | None:
+        """Return True if a process answers, False if it has ended; None without an answer: the host may be slow."""
         address, port = json.loads(self._read(f"door/{process}") or '["", 0]')
         try:
             socket.create_connection((address, port), timeout=1.0).close()
         except ConnectionRefusedError:
-            return True
-        except OSError:  # no answer: the host may be slow
             return False
-        return False
+        except OSError:
+            return None
+        return True

@@ -7,7 +7,8 @@ Note [What a process lets go]
 
 Note [Lost or not yet here]
     If elements are gone with their ranks, a process outside of the round may hold them: it still waits for a lost rank,
-    and enters the next round. So `run` raises LostError only if all living processes are in the round.
+    and enters the next round. So ranks raise LostError, or go on from a checkpoint, only if all living processes are in
+    the round, or after a time.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class _Rejoin(Exception):
 class RunMember:
     """A process of a run, as `train` gets it from `run`.
 
-    - `meeting`, `distance`: the arguments of `run`.
+    - `meeting`, `distance`, `timeout`: the arguments of `run`.
     - Attributes: `round`, its `number` and `members`; `held`, the last two states.
 
     >>> def train(mesh, member):
@@ -57,8 +58,10 @@ class RunMember:
     (1, 2)
     """
 
-    def __init__(self, meeting: Meeting, distance: int = 1):
-        self.meeting, self.distance, self.round = meeting, distance, NO_ROUND
+    def __init__(self, meeting: Meeting, distance: int = 1, timeout: float = 60.0):
+        self.meeting, self.distance, self.timeout, self.round = meeting, distance, timeout, NO_ROUND
+        self.lost_at: float | None = None  # when elements were first missing
+        self.awaits = False  # True if a process outside of the round may hold the missing elements
         self.held: list[Kept] = []
         self.trains: Sequence[int] = ()  # training members of the round
         self.everyone: AnyMesh = None  # spares, too
@@ -74,6 +77,9 @@ class RunMember:
         try:
             key = self._last_whole()
         except LostError as error:
+            self.awaits = self._may_come()
+            if self.awaits:
+                raise
             state, step = self._restored(like, dir, str(error))
             self.held.clear()
         else:
@@ -81,14 +87,21 @@ class RunMember:
             self.held[:] = [kept for kept in self.held if kept.key == key]
         self._hold(state, step)
         consensus.any_rank(torch.zeros((), dtype=torch.uint8), self.mesh)  # all ranks hold it, or a rank is lost
-        self.meeting.note_state()
+        self.meeting.note_state(self.round.number)
+        self.lost_at, self.awaits = None, False
         return state, step
 
     def keep(self, state: Tree, step: int) -> None:
         """Hold a state, `step` steps after the beginning, and the one before; all ranks must call this.
 
-        If processes wait, `run` ends this call of `train`, and calls it again with the new ranks.
+        If processes wait, `run` ends this call of `train`, and calls it again with the new ranks. ValueError if `step`
+        is not larger than the last one, or `start` was not called in this round.
         """
+        number, last = self.held[-1].key if self.held else (0, 0)
+        if number != self.round.number:
+            raise ValueError(f"member.keep: step={step}: call member.start first, in each round")
+        if step <= last:  # two states of one step would be mixed, and the larger step taken for the last
+            raise ValueError(f"member.keep: step={step}: expected more than {last}, the last step")
         self._hold(state, step)
         waiting = rank_in(self.mesh) == 0 and bool(self.meeting.entered(self.round.number + 1))
         if consensus.any_rank(torch.tensor(waiting, dtype=torch.uint8), self.mesh):
@@ -101,11 +114,24 @@ class RunMember:
                 self._moved(None)
 
     def _last_whole(self) -> StateKey | None:
-        key = last_whole(self.held, self.everyone)
-        had = torch.tensor(key is None and self.meeting.had_state(), dtype=torch.uint8)
-        if consensus.any_rank(had, self.everyone):
-            raise LostError("elastic: all holders of a state are gone")
+        key, why = None, "elastic: all holders of the last state are gone"
+        try:
+            key = last_whole(self.held, self.everyone)
+        except LostError as error:
+            why = str(error)
+        begun = self.meeting.last_with_state(self.round.number)
+        is_old = torch.tensor((0 if key is None else key[0]) < begun, dtype=torch.uint8)
+        if consensus.any_rank(is_old, self.everyone):
+            raise LostError(why if key is None else f"{why}; the state of step {key[1]} (round {key[0]}) is older")
         return key
+
+    def _may_come(self) -> bool:
+        """Return True on all ranks if a process outside of the round lives, for a time."""
+        now = time.monotonic()
+        self.lost_at = now if self.lost_at is None else self.lost_at
+        may = now <= self.lost_at + self.timeout + self.meeting.patience and rank_in(self.mesh) == 0
+        outside = set(self.meeting.alive()) - set(self.round.members) if may else ()
+        return bool(consensus.any_rank(torch.tensor(bool(outside), dtype=torch.uint8), self.mesh))
 
     def _moved(self, like: Tree) -> Tree:
         return move(self.held, like, mesh=self.everyone)
@@ -158,23 +184,26 @@ def run(
     """
     check_whole("elastic.run: first", first, 1, what="a number of processes")
     check_positive("elastic.run: timeout", timeout)
-    member, failed, lost_at = RunMember(meeting, distance), None, None
-    while (round := meeting.enter(first if meeting.last_round().number == 0 else 1)) is not None:
+    member, failed = RunMember(meeting, distance, timeout), None
+    failure: Exception | None = None
+    while (round := meeting.enter(first)) is not None:
         try:
             with _connected_round(member, round, use, device, backend, timeout):
                 return _play(train, member)
         except _Rejoin:
+            failure = None
             continue
         except LostError:
-            lost_at = lost_at or time.monotonic()
-            outside = set(meeting.alive()) - set(round.members)
-            if not outside or time.monotonic() > lost_at + timeout + meeting.patience:
+            if not member.awaits:
                 raise
-        except (RuntimeError, ConnectionError):
+        except (RuntimeError, ConnectionError) as error:
+            failure = error
             reached = (round.members, [kept.key[1] for kept in member.held][-1:])
             if failed == reached:
                 raise
             failed = reached
+    if failure is not None and member.round == meeting.last_round():  # the others have ended without this process
+        raise failure
     return None
 
 
@@ -186,8 +215,11 @@ def _play(train: Callable[[AnyMesh, RunMember], T], member: RunMember) -> T | No
             raise _Rejoin
         return None
     result = train(member.mesh, member)
-    with suppress(RuntimeError):  # the first rank to leave would seem lost
+    try:
         consensus.any_rank(torch.zeros((), dtype=torch.uint8), member.mesh)
+    except RuntimeError:
+        if not meeting.is_over():  # else another rank has ended the run, and left first
+            raise
     meeting.end()
     return result
 
@@ -203,6 +235,8 @@ def _connected_round(
     try:
         used = use(size)
         axes = {"shard": used} if isinstance(used, int) else used
+        if not 0 < math.prod(axes.values()) <= size:
+            raise ValueError(f"elastic.run: use({size}) returned {used!r}: expected 1 to {size} ranks")
         member.round, member.trains = round, round.members[: math.prod(axes.values())]
         member.everyone, active = _mesh_of_round(device, {"all": size}), _mesh_of_round(device, axes)
         member.mesh = None if active.get_coordinate() is None else active

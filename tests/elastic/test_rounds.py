@@ -111,6 +111,13 @@ def test_an_error_that_comes_again_is_raised() -> None:
     assert None not in errors
 
 
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGKILL, 2), (0, 3)])
+def test_a_rank_fails_when_the_others_are_done(number: int, ranks: int) -> None:
+    """The others would end the run, and this rank return None with its error forgotten."""
+    run = Run("zero3", 3, [Death(1, 1, STEPS, PLACES[4], number)])
+    check(run, 3, ((3, 0), (ranks, STEPS)), 3 - ranks)
+
+
 def test_what_a_run_refuses() -> None:
     """Numbers that are none, before anything is waited for."""
     meeting = elastic.Meeting(dist.HashStore())
@@ -118,5 +125,8 @@ def test_what_a_run_refuses() -> None:
         elastic.run(lambda mesh, member: None, meeting, 0)
     with pytest.raises(ValueError, match=r"elastic\.run: timeout=0"):
         elastic.run(lambda mesh, member: None, meeting, 1, timeout=0)
+    for used, text in ((2, "2"), (0, "0"), ({"replicate": 2, "shard": 0}, r"\{'replicate': 2, 'shard': 0\}")):
+        with pytest.raises(ValueError, match=rf"use\(1\) returned {text}: expected 1 to 1 ranks"):
+            elastic.run(lambda mesh, member: None, elastic.Meeting(dist.HashStore()), 1, use=lambda n, used=used: used)
     with pytest.raises(ValueError, match="Meeting: patience=-1"):
         elastic.Meeting(dist.HashStore(), patience=-1)

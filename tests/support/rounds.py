@@ -16,7 +16,7 @@ from fshard import elastic
 from .survivors import NOTE, batch_of, new_state, new_step, whole
 
 STEPS = 5
-PLACES = ("at the start", "before the step", "after the step", "after keep")
+PLACES = ("at the start", "before the step", "after the step", "after keep", "at the end")
 
 
 class Death(NamedTuple):
@@ -80,7 +80,9 @@ def process(mesh: Any, port: int, run: Run) -> bytes | None:
                 meeting.store.wait(["entered/2/1"])
             member.keep({"train": state, **NOTE}, k + 1)
             die(member, rank, k, PLACES[3])
-        return whole(state)
+        result = whole(state)
+        die(member, rank, STEPS, PLACES[4])
+        return result
 
     def use(processes: int) -> int | Mapping[str, int]:
         return max(1, processes - run.spares)
