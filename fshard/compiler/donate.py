@@ -105,17 +105,17 @@ def _write(graph: fx.Graph, moves: Sequence[_Move], inputs: Sequence[fx.Node], o
         anchors.append(in_order[min(max(ready + 1, len(inputs)), len(in_order) - 1)])
     for move, anchor in zip(moves, anchors, strict=True):
         with graph.inserting_before(anchor):
-            for place, value in _parts_and_places(graph, inputs[move.input], outputs[move.output]):
+            for place, value in _parts_and_places(nodes, inputs[move.input], outputs[move.output]):
                 graph.call_function(torch.ops.aten.copy_.default, (place, value))
 
 
-def _parts_and_places(graph: fx.Graph, place: fx.Node, value: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """Return (place, value), or for a `fshard.joined` its parts and their places."""
-    if not is_call(value, "fshard.joined"):
+def _parts_and_places(nodes: NodeIndex, place: fx.Node, value: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """Return (place, value), or for a `fshard.joined` its parts and their places if no later node writes to these."""
+    parts: list[fx.Node] = arguments(value)["parts"] if is_call(value, "fshard.joined") else []
+    if not parts or nodes.last_write([value, *parts], len(nodes.order)) > nodes.order[value]:
         return [(place, value)]
-    parts: list[fx.Node] = arguments(value)["parts"]
     ends = accumulate((part.meta["val"].numel() for part in parts), initial=0)
-    slices = [call(graph, torch.ops.aten.slice.Tensor, place, 0, *bounds) for bounds in pairwise(ends)]
+    slices = [call(place.graph, torch.ops.aten.slice.Tensor, place, 0, *bounds) for bounds in pairwise(ends)]
     return [*zip(slices, parts, strict=True)]
 
 

@@ -142,6 +142,47 @@ def test_reads_of_the_old_state_come_before_its_updates(monkeypatch: pytest.Monk
     torch.testing.assert_close(*map(fshard.tree.leaves, (own[0], (whole, [row]))), rtol=1e-6, atol=1e-8)
 
 
+def test_writes_to_new_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function clips its new weights in place, leaf by leaf: the parts of a row would be kept as they were before."""
+    tx = optim.adamw(0.1)
+
+    def run(mesh: Any, make: Any = aot) -> Any:
+        step = fshard.train_step(mean_loss, tx)
+
+        def fn(state: Any, x: Any) -> Any:
+            state, metrics = step(state, x)
+            for view in state.params.local_views().values():
+                view.clamp_(-0.2, 0.2)
+            state.opt_state.mu.tensors[0][3:40].zero_()
+            return state, metrics
+
+        state, row = make(fn)(begun(tx), lm_batch(0, 0))
+        return fshard.gather_params((state.params, state.opt_state)), [row]
+
+    eager = run(None, lambda fn: fn)
+    one, own = both(monkeypatch, run, shard=0)
+    check(one, own)
+    torch.testing.assert_close(*map(fshard.tree.leaves, (own[0], eager)), rtol=1e-6, atol=1e-8)
+
+
+def test_an_update_that_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update would draw other numbers than in an eager step: for each tensor of gradients, not for each row."""
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return fshard.tree.map(lambda g: g + torch.randn_like(g), grads), state
+
+    tx = optim.chain(optim.Transform(lambda params: (), update, over="elements"), optim.sgd(0.1))
+
+    def run(mesh: Any, make: Any = aot) -> Any:
+        state, row = make(fshard.train_step(mean_loss, tx))(begun(tx), lm_batch(0, 0))
+        return fshard.gather_params((state.params, state.opt_state)), [row]
+
+    eager = run(None, lambda step: step)
+    one, own = both(monkeypatch, run, shard=0)
+    check(one, own)
+    torch.testing.assert_close(*map(fshard.tree.leaves, (own[0], eager)), rtol=1e-6, atol=1e-8)
+
+
 def test_units_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """A unit that the loss does not read has a gradient of zero, and no operator that puts gradients into it."""
     tx = optim.adamw(0.1)
