@@ -13,6 +13,12 @@ from fshard.elastic.meeting import Round
 from fshard.testing import World
 
 
+def enters(meeting: elastic.Meeting, number: int) -> None:
+    """The word of a process in the store, that it enters a round."""
+    place = meeting.store.add(f"entering/{number}", 1)
+    meeting.store.set(f"entered/{number}/{place}", str(meeting.me))
+
+
 def member_in(number: int, *held: elastic.Kept, store: dist.Store | None = None) -> elastic.RunMember:
     """A process that is alone in a round."""
     member = elastic.RunMember(elastic.Meeting(store or dist.HashStore()))
@@ -104,7 +110,7 @@ def test_a_process_dies_while_it_waits() -> None:
     """The others would wait for its rank until the timeout."""
     store = dist.HashStore()
     meeting, gone = elastic.Meeting(store), elastic.Meeting(store)
-    gone.store.append("entered/1", f"{gone.me} ")  # type: ignore[attr-defined]  # stubs lack it
+    enters(gone, 1)
     del gone  # closes its door
     assert meeting.enter(1) == Round(1, [1])
 
@@ -126,7 +132,7 @@ def test_a_newcomer_waits_for_members_that_train() -> None:
     def open_door() -> None:
         looks.append(trains.last_round().number)
         if len(looks) == 5:
-            trains.store.append("entered/2", "1 ")  # type: ignore[attr-defined]  # stubs lack it
+            enters(trains, 2)
 
     newcomer._open_door = open_door  # type: ignore[method-assign]  # called once in each look
     assert newcomer.enter(1) == Round(2, [1, 2])
