@@ -73,7 +73,7 @@ def drop_dead(graph: fx.Graph) -> None:
 
 
 def _keep_reads_of_no_rows(graph: fx.Graph) -> None:
-    """Keep results without elements, of units gathered again: peers with rows may need theirs (gradient of `repeat`)."""
+    """Keep empty results of units gathered again: peers with rows may need theirs (gradient of `repeat`)."""
     if not any(x.numel() == 0 for node in graph.nodes if node.op == "placeholder" for x in values(node)):
         return
     gathered = set[str]()
