@@ -62,6 +62,7 @@ def seeded(seed: Tensor, step: Tensor, rank: int, part: int, device: torch.devic
 _LOCK = Lock()  # one thread at a time registers operators
 _KEY = "TESTING_ONLY_GenericMode"
 _TAG = 0xF5A7 << 48  # marks seeds that are indices of states; lower bits tell steps apart
+_FORK, _APART = 0xF5A80000, 0x9E3779B9  # mark seeds in a block of `forked`, and tell its ranks apart
 _OWN_DRAWS: ContextVar[_OwnDraws | None] = ContextVar("fshard.core.random.own", default=None)  # of this thread's step
 
 
@@ -255,26 +256,41 @@ def accelerators() -> list[torch.device]:
 @contextmanager
 def forked(rank: int, device: torch.device) -> Iterator[None]:
     """Draw by the present state and `rank`; draws after the block depend neither on `rank` nor on the block."""
+    back = fork(rank, device)
+    try:
+        yield
+    finally:
+        back()
+
+
+def fork(rank: int, device: torch.device) -> Callable[[], None]:
+    """Begin a block of `forked`; return a function that ends it. `end_fork` ends it without this function."""
     if (draws := stream() or _OWN_DRAWS.get()) is not None:
         inside, after = torch.ops.fshard.forked(draws.state, rank, device)
         draws.go_on(after)
         back = bookmark(device)
         draws.go_on(inside)
-    else:
-        with aside():  # a transform would wrap the states
-            states = {
-                g: fork_state(g.get_state(), rank, g.device)
-                for g in {torch.default_generator, _default_generator(device)}
-            }
-            for generator, (_, after) in states.items():
-                generator.set_state(after)
-            back = bookmark(device)
-            for generator, (inside, _) in states.items():
-                generator.set_state(inside)
-    try:
-        yield
-    finally:
-        back()
+        return back
+    with aside():  # a transform would wrap the states
+        states = {
+            g: fork_state(g.get_state(), rank, g.device) for g in {torch.default_generator, _default_generator(device)}
+        }
+        for generator, (_, after) in states.items():
+            generator.set_state(after)
+        back = bookmark(device)
+        for generator, (inside, _) in states.items():
+            generator.set_state(inside)
+    return back
+
+
+def end_fork(rank: int, device: torch.device) -> None:
+    """Go on after a block of `forked`, where a part of it runs again; do nothing outside of one."""
+    if (draws := stream() or _OWN_DRAWS.get()) is not None:
+        draws.go_on(torch.ops.fshard.after_fork(draws.state, rank, device))
+        return
+    with aside():
+        for g in {torch.default_generator, _default_generator(device)}:
+            g.set_state(state_after_fork(g.get_state(), rank, g.device))
 
 
 def fork_state(state: Tensor, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -284,9 +300,19 @@ def fork_state(state: Tensor, rank: int, device: torch.device) -> tuple[Tensor, 
     >>> torch.equal(after, fork_state(torch.get_rng_state(), 1, torch.device("cpu"))[1]), torch.equal(inside, after)
     (True, False)
     """
-    word = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).hexdigest()
-    inside, after = (torch.Generator(device).manual_seed(_number(word, which)) for which in (rank, "after"))
-    return inside.get_state(), after.get_state()
+    word = int.from_bytes(hashlib.blake2b(state.numpy().tobytes(), digest_size=4).digest())
+    # the host's generator takes the last 32 bits alone: they differ between ranks
+    inside = torch.Generator(device).manual_seed(_FORK + rank << 32 | (word + rank * _APART) % 2**32).get_state()
+    return inside, state_after_fork(inside, rank, device)
+
+
+def state_after_fork(state: Tensor, rank: int, device: torch.device) -> Tensor:
+    """Return the state after a block of `forked`, from a state inside it; any other state as it is."""
+    generator = torch.Generator(device)
+    generator.set_state(state)
+    if (seed := generator.initial_seed()) >> 32 == _FORK + rank:
+        generator.manual_seed(_number((seed - rank * _APART) % 2**32, "after") >> 1)
+    return generator.get_state()
 
 
 def _number(*words: int | str) -> int:
@@ -453,6 +479,11 @@ define(
     "forked(Tensor state, int rank, Device device) -> (Tensor, Tensor)",
     fork_state,
     lambda state, rank, device: (torch.empty_like(state), torch.empty_like(state)),
+)
+define(
+    "after_fork(Tensor state, int rank, Device device) -> Tensor",
+    state_after_fork,
+    lambda state, rank, device: torch.empty_like(state),
 )
 define(
     "draw(Tensor state, str how, Tensor[] by, float[] numbers, Tensor like) -> (Tensor, Tensor)",

@@ -61,6 +61,7 @@ def _reaches_nothing(graph: fx.Graph) -> bool:
 
 def drop_dead(graph: fx.Graph) -> None:
     """Erase nodes without readers, and gathers of unused leaves unless `_reaches_nothing`."""
+    _keep_reads_of_no_rows(graph)
     _drop_unread(graph)
     kept = _reaches_nothing(graph)
     # repeat: a dropped gather may have been the last reader of another gather
@@ -71,9 +72,21 @@ def drop_dead(graph: fx.Graph) -> None:
         _drop_unread(graph)
 
 
+def _keep_reads_of_no_rows(graph: fx.Graph) -> None:
+    """Keep empty results of units gathered again: peers with rows may need theirs (gradient of `repeat`)."""
+    if not any(x.numel() == 0 for node in graph.nodes if node.op == "placeholder" for x in values(node)):
+        return
+    gathered = set[str]()
+    for gather in (each for each in gathers(index(graph)) if arguments(each.start)["lent"]):
+        for reader in gather.readers if gather.unit in gathered else ():
+            reader.meta["kept"] = all(x.numel() == 0 for x in values(reader))
+        gathered.add(gather.unit)
+
+
 def _drop_unread(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
-        unread = node.op in ("call_function", "get_attr") and not node.users and not acts(node)
+        is_kept = acts(node) or node.meta.get("kept", False)
+        unread = node.op in ("call_function", "get_attr") and not node.users and not is_kept
         if unread and not is_call(node, "fshard.exchange"):  # peers wait for this rank's messages
             graph.erase_node(node)
 

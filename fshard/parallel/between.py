@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from ..comm.primitives import along as ranks_along
-from ..core.random import forked
+from ..core.random import end_fork, fork
 from .along import Along, with_attributes
 from .forwards import replace_forward
 from .heads import Attention
@@ -39,7 +39,7 @@ class Between:
         self._part, self._name, self._where, self._again = part, path or type(part).__name__, where, again
         self._in_forward = False  # True in the submodule's forward
         self._first: nn.Module | None = None  # the column that the last forward called first
-        self._draws: AbstractContextManager[None] | None = None  # the block of other random numbers
+        self._back: Callable[[], None] | None = None  # in a forward, ends the block of other random numbers
         replace_forward(part, self._around)
         for column in columns:
             replace_forward(column, functools.partial(self._column, column))
@@ -60,20 +60,23 @@ class Between:
     def _column(self, column: nn.Module, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         out = forward(*args, **kwargs)
         # a checkpoint of a part of the forward runs again outside of it, and may end before a row
-        begins = self._draws is None if self._in_forward else self._first is column and self._again()
+        begins = self._back is None if self._in_forward else self._first is column and self._again()
         if begins and (along := self._where()):
-            self._first, self._draws = column, forked(along.rank, ranks_along(along.mesh, along.axis).device)
-            self._draws.__enter__()
+            back = fork(along.rank, ranks_along(along.mesh, along.axis).device)
+            self._first, self._back = column, back if self._in_forward else None
         return out
 
     def _row(self, forward: Callable[..., object], *args: object, **kwargs: object) -> object:
         self._end()
+        # the checkpoint may begin after the column
+        if not self._in_forward and self._first and self._again() and (along := self._where()):
+            end_fork(along.rank, ranks_along(along.mesh, along.axis).device)
         return forward(*args, **kwargs)
 
     def _end(self) -> None:
-        draws, self._draws = self._draws, None
-        if draws is not None:
-            draws.__exit__(None, None, None)
+        back, self._back = self._back, None
+        if back is not None:
+            back()
 
 
 @contextmanager

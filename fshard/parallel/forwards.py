@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,26 @@ def replace_forward(part: nn.Module, around: Callable[..., object]) -> None:
     """Replace a submodule's forward by `around(forward, *args, **kwargs)`."""
     forward = part.forward
     vars(part)["forward"] = functools.wraps(forward)(functools.partial(around, forward))
+
+
+def without_fast_path(part: nn.Module, where: Callable[[], Along | None]) -> None:
+    """Let a split encoder of torch call its layers, whose weights it takes itself in evaluation."""
+    flag = {nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor"}
+    for kind, name in flag.items():
+        if isinstance(part, kind) and hasattr(part, name):
+            replace_forward(part, functools.partial(_with_flag_off, part, name, where))
+
+
+def _with_flag_off(
+    part: nn.Module,
+    name: str,
+    where: Callable[[], Along | None],
+    forward: Callable[..., object],
+    *args: object,
+    **kwargs: object,
+) -> object:
+    with with_attributes(part, **{name: False}) if where() else nullcontext():
+        return forward(*args, **kwargs)
 
 
 def summed(at: Styled, *args: object, **kwargs: object) -> Tensor:
@@ -69,6 +90,8 @@ def gathered_features(at: Styled, *args: object) -> Tensor:
 def looked_up(at: Styled, ids: Tensor) -> Tensor:
     """Look ids of this rank's rows up, and sum over ranks: (...) -> (..., h)."""
     (begin, end), table = at.along.part, at.part.weight
+    if getattr(at.part, "scale_grad_by_freq", False):
+        raise TypeError(f"parallel: {at.path!r}: expected scale_grad_by_freq=False: a rank sees no ids of other ranks")
     here = (ids >= begin) & (ids < end)
     if begin == end:  # no rows; a sum of none puts the table into the graph, as on other ranks
         return at.summed(table.new_zeros(*ids.shape, table.shape[1]) + table.sum())

@@ -12,7 +12,7 @@ from ..core.arguments import shown
 from ..plan.plan import Plan, Slot
 from .along import Along, Alongs, CurrentCall
 from .between import Between, RanksNow, share_heads
-from .forwards import Forward, Styled, experts, replace_forward
+from .forwards import Forward, Styled, experts, replace_forward, without_fast_path
 from .heads import attentions
 from .styles import COLUMNS, ROWS, STYLES, Style, chosen, parent, style_of
 
@@ -97,6 +97,8 @@ class Parallel:
             inside = [x for path in paths for x in known if _is_in(x, path)] or [parent(paths[0])]
             return lambda: next((alongs[x] for alongs in [current().along] for x in inside if x in alongs), None)
 
+        for path, part in parts.items():
+            without_fast_path(part, where(path))
         for path, name in self._styles.items():
             if path in parts and (styled := STYLES[name].forward) is not None:
                 replace_forward(parts[path], functools.partial(_in_style, styled, parts[path], path, where(path)))

@@ -41,6 +41,7 @@ READS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a chunk": lambda p, x: torch.cat(p["q"].expand(len(x), 4).contiguous().chunk(max(len(x), 1))),
     "indexed": lambda p, x: p["m"][torch.arange(len(x))],
     "repeated": lambda p, x: p["one"].repeat(len(x), 1),
+    "repeated and multiplied": lambda p, x: p["one"].repeat(len(x), 1) * p["q"],
 }
 STRATEGIES: dict[str, dict[str, Any]] = {
     "full": {},

@@ -1,5 +1,6 @@
 """Random numbers between column and row projections differ by rank, and are equal after them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fshard
+from fshard import optim
 from fshard.module import functionalize
 from fshard.testing import World
 
 STYLES = {"**.up": "colwise", "**.gate": "colwise", "**.down": "rowwise"}
+WAYS = ("first", "second", "first and second")
 
 
 class Drops(nn.Module):
@@ -85,6 +88,49 @@ def test_masks_differ_between_projections_alone(again: bool) -> None:
         assert torch.equal(first[2], first[5])
         (without, _), _ = World(axes={"shard": 1, "tensor": 2}).run(masks)
         assert all(torch.equal(x, y) for x, y in zip(first[:4], without[:4], strict=True))
+
+
+class InParts(nn.Module):
+    """Checkpoints that begin or end between the projections, twice in a call."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.up, self.down, self.way = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH), way
+
+    def first(self, x: Tensor) -> Tensor:
+        return F.dropout(torch.tanh(self.up(x)), 0.5, self.training)
+
+    def second(self, x: Tensor) -> Tensor:
+        return F.dropout(self.down(F.dropout(x, 0.5, self.training)), 0.5, self.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def part(name: str, fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+            return checkpoint(fn, x, use_reentrant=False) if name in self.way else fn(x)
+
+        for _ in range(2):
+            x = x + part("second", self.second, part("first", self.first, x))
+        return x
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_checkpoints_cut_between_projections(jit: bool) -> None:
+    """A second run that drew other numbers would give other gradients, and other masks to the next step."""
+
+    def trained(mesh: Any, way: str) -> Any:
+        torch.manual_seed(0)
+        apply, params, buffers = functionalize(InParts(way).double(), parallel=STYLES)
+        loss, tx = lambda p, x: apply(p, buffers, x)[0].square().mean(), optim.sgd(0.1)
+        step = fshard.train_step(loss, tx)
+        step = fshard.jit(step, backend="eager") if jit else step
+        plan = fshard.make_plan(params, mesh, split=apply.split(mesh))
+        state = fshard.init_state(fshard.shard_params(params, plan), tx)
+        for _ in range(2):
+            state, _ = step(state, torch.ones(3, WIDTH, dtype=torch.float64))
+        return fshard.tree.leaves(fshard.gather_params(state.params))
+
+    none, *others = (World(axes={"shard": 1, "tensor": 2}).run(trained, way) for way in ("", *WAYS))
+    for got in others:
+        assert all(torch.equal(x, y) for x, y in zip(got[0], none[0], strict=True))
 
 
 def test_an_error_between_projections_leaves_no_other_numbers() -> None:

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 from support.parallel_models import MODELS, is_the_plain_one, loss_of, rows_of, trained, words
+from support.says import says
 from support.worlds import gloo
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fshard
@@ -140,3 +141,36 @@ def test_what_each_number_of_ranks_splits() -> None:
     assert split("heads that do not divide", 2) == mlp
     assert split("heads that do not divide", 5) == mlp | both | keys
     assert split("tied table", 2) >= {"table.weight", "head.weight"}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("stacked", [False, True])
+def test_an_encoder_of_torch_in_evaluation(stacked: bool) -> None:
+    """Torch's fast path takes weights past the layers: each rank would give a summand."""
+    torch.manual_seed(0)
+    made = nn.TransformerEncoderLayer(6, 2, 7, batch_first=True)
+    styles = {"**.linear1": "colwise", "**.linear2": "rowwise"}
+    apply, params, buffers = functionalize(nn.TransformerEncoder(made, 2) if stacked else made, parallel=styles)
+    x, padding = torch.randn(3, 4, 6), torch.tensor([[False] * 3 + [True]] * 3)
+
+    def predicted(mesh: Any) -> Tensor:
+        plan = fshard.make_plan(params, mesh, split=apply.split(mesh), data=())
+        out = lambda p, x: apply.eval(p, buffers, x, src_key_padding_mask=padding)[0]  # noqa: E731
+        return fshard.predict(out)(fshard.shard_params(params, plan), x)[:, :3]
+
+    for got in World(axes={"tensor": 3}).run(predicted):
+        torch.testing.assert_close(got, predicted(None))
+
+
+def test_a_table_that_counts_ids() -> None:
+    """A rank looks a row of its own up in place of ids of other ranks, and would count it."""
+    table = nn.Embedding(5, 2, scale_grad_by_freq=True)
+    apply, params, buffers = functionalize(nn.Sequential(table), parallel={"0": "embedding_rowwise"})
+
+    def value(mesh: Any) -> Any:
+        plan = fshard.make_plan(params, mesh, split=apply.split(mesh), data=())
+        loss = lambda p, x: apply(p, buffers, x)[0].sum()  # noqa: E731
+        return fshard.value_and_grad(loss)(fshard.shard_params(params, plan), torch.tensor([0, 3]))
+
+    told = "parallel: '0': expected scale_grad_by_freq=False"
+    says(lambda: World(axes={"tensor": 2}).run(value), TypeError, told)
