@@ -11,16 +11,14 @@ from itertools import zip_longest
 from typing import Generic, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from ..core import tree
 from ..core.arguments import call_site, frame_of, line_of
 from ..core.func_levels import differentiates
 from ..core.storage import words
 from . import collectives, primitives
-from .mesh import MESHES, AnyMesh, Axes, Grid, Mesh, adapted, axis_sizes, mesh_device, num_ranks, unconnected
+from .mesh import AnyMesh, Axes, Grid, adapted, axis_sizes, mesh_device, num_ranks, to_close
 from .primitives import all_gather, all_reduce, along
 from .ranks import MismatchError, Ranks
 
@@ -208,18 +206,9 @@ def close(mesh: AnyMesh) -> None:
 
     Source: torch.distributed.destroy_process_group.
     """
-    grid = _to_close(mesh)
+    grid = to_close(mesh)
     if isinstance(grid, Grid):
         grid.close(_reason())
-
-
-def _to_close(mesh: AnyMesh) -> Mesh | None:
-    try:
-        return unconnected(mesh)
-    except (RuntimeError, ValueError) as failure:
-        if not isinstance(mesh, DeviceMesh) or (isinstance(failure, ValueError) and dist.is_initialized()):
-            raise
-        return MESHES.last_handle(mesh)  # torch finds no group once groups are destroyed
 
 
 def _reason() -> str:

@@ -356,6 +356,15 @@ def unconnected(mesh: AnyMesh) -> Mesh | None:
     return MESHES.handle(mesh)
 
 
+def to_close(mesh: AnyMesh) -> Mesh | None:
+    try:
+        return unconnected(mesh)
+    except (RuntimeError, ValueError) as failure:
+        if not isinstance(mesh, DeviceMesh) or (isinstance(failure, ValueError) and dist.is_initialized()):
+            raise
+        return MESHES.last_handle(mesh)  # torch finds no group once groups are destroyed
+
+
 def present(mesh: AnyMesh) -> Mesh:
     grid = adapted(mesh)
     if grid is None:

@@ -50,6 +50,7 @@ class RunMember:
     - `meeting`, `distance`, `timeout`: the arguments of `run`.
     - Attributes: `round`, its `number` and `members`; `held`, the last two states.
 
+    >>> import fshard
     >>> def train(mesh, member):
     ...     state, step = member.start({"w": torch.zeros(2)})
     ...     member.keep({"w": state["w"] + 1}, step + 1)
@@ -86,7 +87,9 @@ class RunMember:
             state, step = self._restored(like, dir) if key is None else (self._moved(like), key[1])
             self.held[:] = [kept for kept in self.held if kept.key == key]
         self._hold(state, step)
-        consensus.any_rank(torch.zeros((), dtype=torch.uint8), self.mesh)  # all ranks hold it, or a rank is lost
+        consensus.any_rank(
+            torch.zeros((), dtype=torch.uint8, device="cpu"), self.mesh
+        )  # all ranks hold it, or a rank is lost
         self.meeting.note_state(self.round.number)
         self.lost_at, self.awaits = None, False
         return state, step
@@ -104,7 +107,7 @@ class RunMember:
             raise ValueError(f"member.keep: step={step}: expected more than {last}, the last step")
         self._hold(state, step)
         waiting = rank_in(self.mesh) == 0 and bool(self.meeting.entered(self.round.number + 1))
-        if consensus.any_rank(torch.tensor(waiting, dtype=torch.uint8), self.mesh):
+        if consensus.any_rank(torch.tensor(waiting, dtype=torch.uint8, device="cpu"), self.mesh):
             raise _Rejoin
 
     def give(self) -> None:
@@ -120,7 +123,7 @@ class RunMember:
         except LostError as error:
             why = str(error)
         begun = self.meeting.last_with_state(self.round.number)
-        is_old = torch.tensor((0 if key is None else key[0]) < begun, dtype=torch.uint8)
+        is_old = torch.tensor((0 if key is None else key[0]) < begun, dtype=torch.uint8, device="cpu")
         if consensus.any_rank(is_old, self.everyone):
             raise LostError(why if key is None else f"{why}; the state of step {key[1]} (round {key[0]}) is older")
         return key
@@ -131,7 +134,7 @@ class RunMember:
         self.lost_at = now if self.lost_at is None else self.lost_at
         may = now <= self.lost_at + self.timeout + self.meeting.patience and rank_in(self.mesh) == 0
         outside = set(self.meeting.alive()) - set(self.round.members) if may else ()
-        return bool(consensus.any_rank(torch.tensor(bool(outside), dtype=torch.uint8), self.mesh))
+        return bool(consensus.any_rank(torch.tensor(bool(outside), dtype=torch.uint8, device="cpu"), self.mesh))
 
     def _moved(self, like: Tree) -> Tree:
         return move(self.held, like, mesh=self.everyone)
@@ -216,7 +219,7 @@ def _play(train: Callable[[AnyMesh, RunMember], T], member: RunMember) -> T | No
         return None
     result = train(member.mesh, member)
     try:
-        consensus.any_rank(torch.zeros((), dtype=torch.uint8), member.mesh)
+        consensus.any_rank(torch.zeros((), dtype=torch.uint8, device="cpu"), member.mesh)
     except RuntimeError:
         if not meeting.is_over():  # else another rank has ended the run, and left first
             raise
@@ -250,4 +253,4 @@ def _connected_round(
 
 def _mesh_of_round(device: str, axes: Mapping[str, int]) -> DeviceMesh:
     sizes = [*axes.values()]
-    return DeviceMesh(device, torch.arange(math.prod(sizes)).view(sizes), mesh_dim_names=(*axes,))
+    return DeviceMesh(device, torch.arange(math.prod(sizes), device="cpu").view(sizes), mesh_dim_names=(*axes,))

@@ -274,6 +274,14 @@ def put(place: Tensor, leaves: Sequence[Tensor], starts: Sequence[int], add: boo
 
 
 define("joined(Tensor[] parts) -> Tensor", torch.cat, torch.cat)
+
+
+def joined_row(parts: Sequence[Tensor]) -> Tensor:
+    """Join parts (n,) in a graph as one node, for passes."""
+    row: Tensor = torch.ops.fshard.joined(parts)
+    return row
+
+
 define(
     "put(Tensor(a!) place, Tensor[] parts, int[] starts, bool add) -> ()", put, lambda place, parts, starts, add: None
 )

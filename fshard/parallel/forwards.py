@@ -40,7 +40,7 @@ def replace_forward(part: nn.Module, around: Callable[..., object]) -> None:
 
 
 def without_fast_path(part: nn.Module, where: Callable[[], Along | None]) -> None:
-    """Let a split encoder of torch call its layers, whose weights it takes itself in evaluation."""
+    """Let a split encoder of torch call its layers: in evaluation it would take their weights itself."""
     flag = {nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor"}
     for kind, name in flag.items():
         if isinstance(part, kind) and hasattr(part, name):

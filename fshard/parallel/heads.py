@@ -60,7 +60,7 @@ def attentions(module: nn.Module, styles: Mapping[str, str]) -> Iterator[Attenti
 
 
 def _style(styles: Mapping[str, str], path: str) -> str | None:
-    """The style of a layer; that of its base layer, if adapters are around it."""
+    """The style of a layer; of its base layer, if adapters are around it."""
     return styles.get(f"{path}.base_layer") or styles.get(path)
 
 

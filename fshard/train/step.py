@@ -291,7 +291,7 @@ def train_step(
         transform = _unfused(transform)
     # others join all gradients
     room = SMALL_GRADIENTS if transform.views and is_by_elements(transform) else 0
-    rooms = room, 0 if transform.parts or transform.draws else room  # eager, in a graph: numbers are drawn by row
+    rooms = room, 0 if transform.parts or transform.draws else room  # eager, in a graph
 
     def run(state: TrainState, /, batch: Tree, *args: Tree, **kwargs: Tree) -> Result:
         params = check_sharded(state.params)

@@ -35,6 +35,7 @@ from ..core.tracing import is_tracing
 from ..core.tree import Tree
 from ..layout.norms import scaled_by_norm
 from ..layout.pieces import Parts, Views, copied, device_of, packed, structure_key
+from ..layout.row import joined_row
 from ..whole.updates import at_once, in_trees, on_leaves, row_by_row, unwritten
 from . import kernels
 
@@ -190,7 +191,7 @@ class Transform(_Fields):
             if not isinstance(old, Parts):
                 return new
             parts = iter(new)
-            return grads.make(old.key, [torch.ops.fshard.joined([next(parts) for _ in of]) for of in bounds])
+            return grads.make(old.key, [joined_row([next(parts) for _ in of]) for of in bounds])
 
         fine, old = tree.map_tops(cut, Parts, (params, state))
         new = self._applied([g for run in grads.runs for g in run], old, fine, found_inf, extra)

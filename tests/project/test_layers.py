@@ -81,12 +81,12 @@ DOORS = {
     "torch.utils._cxx_pytree": {"core.tree"},
     "torch.distributed": {
         *("state.dtensors", "comm.mesh", "comm.primitives", "comm.process_groups"),
-        *("cli.doctor", "cli.self_test"),
+        *("cli.doctor", "cli.self_test", "elastic.meeting", "elastic.rounds"),
     },
     "torch.optim": {"update.kernels", "optim.torch_optim"},
     "torch.autograd.graph": {"grad.tape", "graph.replay"},
     "torch.multiprocessing": {"grad.autograd"},
-    "socket": {"hosts.links", "hosts.rendezvous", "cli.doctor"},
+    "socket": {"hosts.links", "hosts.rendezvous", "elastic.meeting", "cli.doctor"},
     "mmap": {"hosts.links"},
     "fsspec": {"files.remote"},
     "threading": {

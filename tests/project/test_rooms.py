@@ -51,4 +51,4 @@ def test_the_house_is_no_larger_than_it_was() -> None:
         n: " ".join(sorted({f for f, _ in x})) for n, x in lines.items()
     }
     assert len(lines["step"]) <= 1_290, len(lines["step"])
-    assert sum(len(code_lines(path.read_text())) for path in HOUSE.rglob("*.py")) <= 26_980
+    assert sum(len(code_lines(path.read_text())) for path in HOUSE.rglob("*.py")) <= 27_100
