@@ -87,9 +87,7 @@ class RunMember:
             state, step = self._restored(like, dir) if key is None else (self._moved(like), key[1])
             self.held[:] = [kept for kept in self.held if kept.key == key]
         self._hold(state, step)
-        consensus.any_rank(
-            torch.zeros((), dtype=torch.uint8, device="cpu"), self.mesh
-        )  # all ranks hold it, or a rank is lost
+        _any_rank(False, self.mesh)  # all ranks hold it, or a rank is lost
         self.meeting.note_state(self.round.number)
         self.lost_at, self.awaits = None, False
         return state, step
@@ -107,7 +105,7 @@ class RunMember:
             raise ValueError(f"member.keep: step={step}: expected more than {last}, the last step")
         self._hold(state, step)
         waiting = rank_in(self.mesh) == 0 and bool(self.meeting.entered(self.round.number + 1))
-        if consensus.any_rank(torch.tensor(waiting, dtype=torch.uint8, device="cpu"), self.mesh):
+        if _any_rank(waiting, self.mesh):
             raise _Rejoin
 
     def give(self) -> None:
@@ -123,8 +121,7 @@ class RunMember:
         except LostError as error:
             why = str(error)
         begun = self.meeting.last_with_state(self.round.number)
-        is_old = torch.tensor((0 if key is None else key[0]) < begun, dtype=torch.uint8, device="cpu")
-        if consensus.any_rank(is_old, self.everyone):
+        if _any_rank((0 if key is None else key[0]) < begun, self.everyone):
             raise LostError(why if key is None else f"{why}; the state of step {key[1]} (round {key[0]}) is older")
         return key
 
@@ -134,7 +131,7 @@ class RunMember:
         self.lost_at = now if self.lost_at is None else self.lost_at
         may = now <= self.lost_at + self.timeout + self.meeting.patience and rank_in(self.mesh) == 0
         outside = set(self.meeting.alive()) - set(self.round.members) if may else ()
-        return bool(consensus.any_rank(torch.tensor(bool(outside), dtype=torch.uint8, device="cpu"), self.mesh))
+        return _any_rank(bool(outside), self.mesh)
 
     def _moved(self, like: Tree) -> Tree:
         return move(self.held, like, mesh=self.everyone)
@@ -154,6 +151,11 @@ class RunMember:
         if lost:
             raise LostError(f"{lost}. Give member.start(like, dir) a directory of checkpoints to go on from them")
         return like, 0
+
+
+def _any_rank(flag: bool, mesh: AnyMesh) -> bool:
+    """Return True on all ranks if `flag` is true on one."""
+    return bool(consensus.any_rank(torch.tensor(flag, dtype=torch.uint8, device="cpu"), mesh))
 
 
 def run(
@@ -219,7 +221,7 @@ def _play(train: Callable[[AnyMesh, RunMember], T], member: RunMember) -> T | No
         return None
     result = train(member.mesh, member)
     try:
-        consensus.any_rank(torch.zeros((), dtype=torch.uint8, device="cpu"), member.mesh)
+        _any_rank(False, member.mesh)
     except RuntimeError:
         if not meeting.is_over():  # else another rank has ended the run, and left first
             raise

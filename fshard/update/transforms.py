@@ -347,9 +347,7 @@ def _split_by_label(layout: Layout, transforms: Mapping[Label, TransformLike], l
 
 
 def _warn_of_frozen(layout: Layout, unused: Sequence[Label], labels: Labels) -> None:
-    match_of = (
-        partial(_label_by_path, labels) if _is_function(labels) else _matcher(labels, tree.leaf_paths(layout.spec))
-    )
+    match_of = _pattern_matcher(labels, tree.leaf_paths(layout.spec))
     for label in unused:
         chosen = [path for path in layout.frozen if (match_of(path) or ("", None))[1] == label]
         if chosen and label is not False:  # False: left alone by `masked`
@@ -358,6 +356,11 @@ def _warn_of_frozen(layout: Layout, unused: Sequence[Label], labels: Labels) -> 
                 "train, make a plan in which they do: without frozen=, of parameters that require a gradient",
                 stacklevel=2,
             )
+
+
+def _pattern_matcher(labels: Labels, paths: Iterable[str]) -> Callable[[str], tuple[str, Label] | None]:
+    """Return a function from a path to its pattern, or itself if `labels` is a function, and its label."""
+    return partial(_label_by_path, labels) if _is_function(labels) else _matcher(labels, paths)
 
 
 def _label_by_path(labels: Callable[[str, Tensor], Label], path: str) -> tuple[str, Label] | None:
@@ -387,7 +390,7 @@ def _check_ties(layout: Layout, labels: Tree) -> None:
     """
     paths = tree.leaf_paths(layout.spec)
     label_of = labeller(labels, paths)
-    match_of = partial(_label_by_path, labels) if _is_function(labels) else _matcher(labels, paths)
+    match_of = _pattern_matcher(labels, paths)
     for path, number in zip(paths, layout.leaf_at, strict=True):
         if number is None or path == (leaf := layout.leaves[number]).path:
             continue

@@ -51,6 +51,14 @@ def check(one: Any, own: Any) -> None:
         torch.testing.assert_close(others, metrics, rtol=2e-5, atol=1e-6)
 
 
+def check_beside_eager(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
+    """`run(mesh, make)` with and without updates by unit on one device, and without a graph."""
+    eager = run(None, lambda fn: fn)
+    one, own = both(monkeypatch, run, shard=0)
+    check(one, own)
+    torch.testing.assert_close(*map(fshard.tree.leaves, (own[0], eager)), rtol=1e-6, atol=1e-8)
+
+
 def train(make: Any, tx: Any, how: dict[str, Any], *of: Any, **state: Any) -> tuple[Any, Metrics]:
     """Whole parameters and optimizer state after three steps, and the metrics."""
     given, metrics, step = begun(tx, *of, **state), [], make(fshard.train_step(mean_loss, tx, **how))
@@ -159,10 +167,7 @@ def test_writes_to_new_values(monkeypatch: pytest.MonkeyPatch) -> None:
         state, row = make(fn)(begun(tx), lm_batch(0, 0))
         return fshard.gather_params((state.params, state.opt_state)), [row]
 
-    eager = run(None, lambda fn: fn)
-    one, own = both(monkeypatch, run, shard=0)
-    check(one, own)
-    torch.testing.assert_close(*map(fshard.tree.leaves, (own[0], eager)), rtol=1e-6, atol=1e-8)
+    check_beside_eager(monkeypatch, run)
 
 
 def test_an_update_that_draws(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,10 +182,7 @@ def test_an_update_that_draws(monkeypatch: pytest.MonkeyPatch) -> None:
         state, row = make(fshard.train_step(mean_loss, tx))(begun(tx), lm_batch(0, 0))
         return fshard.gather_params((state.params, state.opt_state)), [row]
 
-    eager = run(None, lambda step: step)
-    one, own = both(monkeypatch, run, shard=0)
-    check(one, own)
-    torch.testing.assert_close(*map(fshard.tree.leaves, (own[0], eager)), rtol=1e-6, atol=1e-8)
+    check_beside_eager(monkeypatch, run)
 
 
 def test_units_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
